@@ -2,7 +2,8 @@
 //
 // - Tensors of two devices do not mix, except zero-dimensional tensors, and indices as CUDA allows them.
 // - There is no float64, as on Apple's GPUs.
-// - Reads of a tensor's values by the host are counted, since the host would then wait for an accelerator.
+// - Reads of a tensor's values by the host are counted, since the host would then wait for an accelerator; so are
+//   copies from the host, and operations, each of which would launch at least one kernel.
 //
 // PyTorch's own CPU operations do the work, on the same memory; pretend_device.py registers the devices in Python.
 
@@ -32,7 +33,7 @@ using c10::SymIntArrayRef;
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 constexpr c10::DeviceIndex kDevices = 2;
-std::atomic<int64_t> waits{0};
+std::atomic<int64_t> waits{0}, uploads{0}, launches{0};
 thread_local c10::DeviceIndex current = 0;
 
 c10::Device device_at(c10::DeviceIndex index) { return c10::Device(kType, index < 0 ? current : index); }
@@ -145,6 +146,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
     }
   }
   const c10::Device device = call.device.value_or(device_at(-1));
+  ++launches;
   op.callBoxed(stack);
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (!originals[i].defined() || !is_here(originals[i])) continue;
@@ -202,7 +204,7 @@ const Tensor& resize(const Tensor& tensor, SymIntArrayRef size, std::optional<at
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
-  if (!is_here(to)) ++waits;
+  ++(!is_here(to) ? waits : is_here(from) ? launches : uploads);
   (is_here(to) ? on_host(to) : to).copy_(is_here(from) ? on_host(from) : from);
   return to;
 }
@@ -223,6 +225,13 @@ bool equal(const Tensor& one, const Tensor& other) {
   TORCH_CHECK(one.device() == other.device(), "Expected all tensors to be on the same device, but equal got two");
   ++waits;
   return at::equal(on_host(one), on_host(other));
+}
+
+// As on CUDA, where two checks of the probabilities are read by the host.
+Tensor multinomial(const Tensor& tensor, int64_t num_samples, bool replacement, std::optional<at::Generator> generator) {
+  waits += 2;
+  launches += 9;
+  return taken(at::multinomial(on_host(tensor), num_samples, replacement, generator), tensor.device());
 }
 
 Tensor histogram(const Tensor& tensor, int64_t bins, const at::Scalar& least, const at::Scalar& most) {
@@ -268,6 +277,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_local_scalar_dense", &item);
   library.impl("nonzero", &nonzero);
   library.impl("equal", &equal);
+  library.impl("multinomial", &multinomial);
   library.impl("histc", &histogram);
   library.impl("convolution_overrideable", &convolution);
   library.impl("set_.source_Storage_storage_offset", &set_to);
@@ -284,5 +294,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 
 extern "C" void start() { at::RegisterPrivateUse1HooksInterface(new Hooks()); }
 
-// How often the host has read values of a tensor.
+// How often the host has read values of a tensor, has copied to the device, and has launched an operation.
 extern "C" int64_t times_waited() { return waits; }
+extern "C" int64_t times_uploaded() { return uploads; }
+extern "C" int64_t times_launched() { return launches; }

@@ -6,6 +6,7 @@ They become the accelerator of the whole process, so tests that use them run in 
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -15,12 +16,30 @@ from torch._inductor.codecache import CppCodeCache
 NAME = "pretend"
 
 _library = CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text(), device_type="cpu")
-_library.times_waited.restype = ctypes.c_int64
+for _function in (_library.times_waited, _library.times_uploaded, _library.times_launched):
+    _function.restype = ctypes.c_int64
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the host has asked of the pretended devices."""
+
+    waits: int  # reads of values from a tensor
+    uploads: int  # copies of a tensor to a device
+    launches: int  # operations on a device, other than views
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(self.waits - other.waits, self.uploads - other.uploads, self.launches - other.launches)
+
+
+def counts() -> Counts:
+    """What the host has asked so far."""
+    return Counts(_library.times_waited(), _library.times_uploaded(), _library.times_launched())
 
 
 def times_waited() -> int:
     """How often the host has read values from a tensor on a pretended device."""
-    return _library.times_waited()
+    return counts().waits
 
 
 def _module() -> ModuleType:

@@ -174,7 +174,8 @@ class HeadRun(LayerRun):
         embeddings = self._embed(tokens)
         fused = torch.zeros_like(embeddings) if fused is None else fused.to(embeddings.device)
         slots, device = self._next_slots(1), embeddings.device
-        positions, attended = positions_of(mask, slots).to(device), attended_slots(mask, slots).to(device)
+        attended = attended_slots(mask, slots, self.kv.get_seq_length())
+        positions, attended = positions_of(mask, slots).to(device), attended.to(device)
         return self.head(embeddings, fused, positions, self.kv, attended)
 
     def rollback(self, num_tokens: int) -> None:
@@ -236,13 +237,13 @@ def positions_of(mask: Tensor | None, slots: Tensor) -> Tensor:
     return (mask.cumsum(dim=1)[:, slots.to(mask.device)] - 1).clamp(min=0)
 
 
-def attended_slots(mask: Tensor | None, slots: Tensor) -> Tensor:
-    """(rows or 1, slots) mask of the tokens that the token in the last of `slots` attends to.
+def attended_slots(mask: Tensor | None, slots: Tensor, length: int) -> Tensor:
+    """(rows or 1, slots) mask of the tokens that the token in the last of `slots` attends to, `length` and itself.
 
     It leaves out each row's first token, which has no state of a token before.
     """
     if mask is None:
-        return torch.arange(int(slots[-1]) + 1, device=slots.device)[None] > 0
+        return torch.arange(length + 1, device=slots.device)[None] > 0
     all_slots = torch.arange(mask.shape[1], device=mask.device)
     return mask.bool() & (mask.cumsum(dim=1) > 1) & (all_slots <= slots[-1].to(mask.device))
 

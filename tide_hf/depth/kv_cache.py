@@ -208,6 +208,7 @@ class CacheSlots:
         self.compaction_threshold, self.device = compaction_threshold, device
         self.ops, self.has_windows = ops, has_windows
         self.holes: Tensor | None = None
+        self._num_tokens: list[int] = []  # of each row, holes not counted; valid while there are holes
         self.num_compactions = 0
 
     def mask_for(self, width: int) -> Tensor | None:
@@ -225,6 +226,8 @@ class CacheSlots:
             # Crop even by 0 tokens, so that sliding-window layers drop the tokens that have left the window.
             self._crop(width - longest)
             return
+        before = [self.length] * len(accepted) if self.holes is None else self._num_tokens
+        self._num_tokens = [tokens + count for tokens, count in zip(before, accepted, strict=True)]
         slots = torch.arange(width, device=self.device)
         mask, holes = self._with_holes(slots < torch.tensor(accepted, device=self.device)[:, None])
         if self.has_windows:
@@ -233,7 +236,7 @@ class CacheSlots:
         self._crop(width - longest)
         self.length += longest
         self.mask, self.holes = mask[:, : self.length], holes[:, : self.length]
-        if float(self.holes.float().mean()) > self.compaction_threshold:
+        if 1 - sum(self._num_tokens) / self.holes.numel() > self.compaction_threshold:
             self._compact(self.mask, self.holes)
 
     def settle(self) -> None:
@@ -262,6 +265,7 @@ class CacheSlots:
             self.mask = self.mask[index.to(self.mask.device)]
         if self.holes is not None:
             self.holes = self.holes[index.to(self.holes.device)]
+            self._num_tokens = [self._num_tokens[row] for row in rows]
         return index
 
     def _crop(self, num_tokens: int) -> None:
@@ -283,11 +287,11 @@ class CacheSlots:
     def _compact(self, mask: Tensor, holes: Tensor) -> None:
         """Move each row's tokens to the last slots, by one gather (or kernel) per layer."""
         self.num_compactions += 1
-        total, width = holes.shape[1], int((~holes).sum(dim=1).max())
+        total, width = holes.shape[1], max(self._num_tokens)
         # A stable sort puts holes first and leaves the tokens in order; the longest row sets how many slots remain.
         order = torch.argsort((~holes).to(torch.uint8), dim=1, stable=True)[:, -width:]
         self.mask, remaining = mask.gather(1, order), holes.gather(1, order)
-        self.holes = remaining if bool(remaining.any()) else None
+        self.holes = remaining if min(self._num_tokens) < width else None
         self.length = width
         self._move(order.masked_fill(remaining, -1) if self.ops.kernels is not None else order, total)
 

@@ -72,6 +72,7 @@ class EagerEngine:
         self._head_steps, self._draft_layers = 0, 0
         self._draft_unembed: DraftUnembed | None = None
         self._logits: Tensor | None = None
+        self._inputs: Tensor | None = None  # of the last verify pass
         self._width, self._started = 0, 0.0
 
     @property
@@ -156,23 +157,24 @@ class EagerEngine:
         inputs = [[last, *tokens][fed:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
         if isinstance(head, HeadRun) and exit_layer == head.exit_layer:
             self._head_steps += 1
-            top, scores = head.draft(self.input_ids.new_tensor(inputs), self._slots.mask_for(fed + 1))
+            top, scores = head.draft(self._upload(inputs), self._slots.mask_for(fed + 1))
         else:
             is_usual &= self._draft_unembed is not None
             top, scores = self._draft_from(exit_layer, inputs)
-        tokens = top.tolist()
+        # One read for both; float32 holds token ids exactly.
+        found, survivals = torch.stack([top.float(), scores.to(top.device, torch.float32)]).tolist()
         self._fed += [exit_layer] * len(inputs[0])
         milliseconds = self.ranks.agree((perf_counter() - start) * 1000)
         is_usual &= len(inputs[0]) == 1
         self.costs_of(len(inputs)).record(("draft", exit_layer), milliseconds, is_usual=is_usual)
-        return tokens, scores.tolist()
+        return list(map(int, found)), survivals
 
     def draft_logits(self, drafted: list[list[int]]) -> Tensor:
         """Logits of the draft head; see `DraftEngine.draft_logits`."""
         head, fed = self.head, len(self._fed)
         assert isinstance(head, HeadRun)  # `head_layer` is 0
         inputs = [[last, *tokens][fed:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
-        logits = head.draft_logits(self.input_ids.new_tensor(inputs), self._slots.mask_for(fed + 1))
+        logits = head.draft_logits(self._upload(inputs), self._slots.mask_for(fed + 1))
         self._fed.append(head.exit_layer)
         self._head_steps += 1
         return head.head.whole_vocab(logits, self.attachment.structure.vocab_size)
@@ -185,7 +187,7 @@ class EagerEngine:
         run = FixedDepthRun(attachment.structure, cache, exit_layer)
         run.execute_layer = self.run.execute_layer
         with active(run):
-            state = run.state_after(self._forward, inputs, start=len(self._fed))
+            state = run.state_after(self._forward, self._upload(inputs), start=len(self._fed))
         self._draft_layers += run.layers_executed
         if cache.offloading:  # it has prefetched the next layer, not the first
             cache.prefetch(0, cache.only_non_sliding)
@@ -214,7 +216,8 @@ class EagerEngine:
         self._width = width = 1 + max(map(len, drafted))
         fed = [[last, *tokens] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
         # Shorter drafts are padded; the logits of the padding are not read.
-        self._logits = self._forward([tokens + tokens[-1:] * (width - len(tokens)) for tokens in fed]).logits
+        self._inputs = self._upload([tokens + tokens[-1:] * (width - len(tokens)) for tokens in fed])
+        self._logits = self._forward(self._inputs).logits
 
     def drafted(self) -> None:
         """Return `None`, since drafts were read when they were made."""
@@ -224,9 +227,14 @@ class EagerEngine:
         assert self._logits is not None  # set by verify
         return self._logits
 
-    def top_tokens(self) -> list[list[int]]:
-        """The top-1 token at each position of the last pass."""
-        return greedy_tokens(self.logits()).tolist()
+    def inputs(self) -> Tensor:
+        """(rows, width) tokens that the last pass read."""
+        assert self._inputs is not None  # set by verify
+        return self._inputs
+
+    def top_tokens(self, chosen: Tensor | None = None) -> list[list[int]]:
+        """The top-1 token at each position of the last pass, or the `chosen` one."""
+        return (greedy_tokens(self.logits()) if chosen is None else chosen).tolist()
 
     def commit(self, new_tokens: list[list[int]]) -> None:
         """Keep the K/V of the accepted tokens of the last pass; see `Engine.commit`."""
@@ -262,9 +270,8 @@ class EagerEngine:
             self.head.remember()
         return self._slots.cache
 
-    def inputs_of(self, tokens: list[list[int]], start: int = 0) -> dict[str, Any]:
-        """Prepare the model's inputs for a pass over `tokens`, which follow `start` draft tokens in the cache."""
-        ids = self.input_ids.new_tensor(tokens)
+    def inputs_of(self, ids: Tensor, start: int = 0) -> dict[str, Any]:
+        """Prepare the model's inputs for a pass over `ids` (rows, width), which follow `start` draft tokens."""
         rows, width = ids.shape
         kwargs = {**self.model_kwargs, CACHE: self._slots.cache}
         kwargs["attention_mask"] = self._slots.mask_for(start + width)
@@ -279,8 +286,12 @@ class EagerEngine:
             inputs["logits_to_keep"] = width
         return inputs
 
-    def _forward(self, tokens: list[list[int]], start: int = 0) -> Any:
-        return self.model(**self.inputs_of(tokens, start), return_dict=True)
+    def _upload(self, tokens: list[list[int]]) -> Tensor:
+        """Tokens on the device of the prompt, (rows, width)."""
+        return self.input_ids.new_tensor(tokens)
+
+    def _forward(self, ids: Tensor, start: int = 0) -> Any:
+        return self.model(**self.inputs_of(ids, start), return_dict=True)
 
     def _attention(self) -> AbstractContextManager[None]:
         """Use `gqa_attention` for batches and long prompts on CPUs."""

@@ -158,7 +158,8 @@ class StaticEngine:
             logger.info("the call runs eagerly after prefill: some cache layers are empty")
             return eager
         if positions is not None:  # let the model prepare positions, since PaliGemma counts from 1
-            positions = eager.inputs_of([[token] for token in eager.last_tokens]).get("position_ids")
+            last = eager.input_ids.new_tensor([[token] for token in eager.last_tokens])
+            positions = eager.inputs_of(last).get("position_ids")
             if positions is None:
                 logger.info("the call runs eagerly after prefill: the model computes positions by itself")
                 return eager
@@ -193,7 +194,7 @@ class StaticEngine:
         """Logits of the draft head; see `DraftEngine.draft_logits`."""
         head = self.eager.head
         assert head is not None  # `head_layer` is 0
-        logits = self._of_sequences(self._run_draft_step("draft_logits", head.exit_layer, drafted).logits)
+        logits = self._run_draft_step("draft_logits", head.exit_layer, drafted).logits[self._own]
         return head.head.whole_vocab(logits, self.eager.attachment.structure.vocab_size)
 
     def _run_draft_step(self, kind: str, exit_layer: int, drafted: list[list[int]]) -> Step:
@@ -241,15 +242,16 @@ class StaticEngine:
 
     def logits(self) -> Tensor:
         """(rows, width, vocabulary) logits of the last pass."""
-        return self._of_sequences(self._logits)
+        return self._logits[self._own]
 
-    def _of_sequences(self, found: Tensor) -> Tensor:
-        """The rows of a step's result that belong to unfinished sequences."""
-        own = self._rows.own
-        return found[: len(own)] if own[-1] == len(own) - 1 else found[own]
+    def inputs(self) -> Tensor:
+        """(rows, `WIDEST`) tokens that the last pass read, and padding."""
+        return self.buffers.ids[self._own]
 
-    def top_tokens(self) -> list[list[int]]:
-        """The top-1 token at each position."""
+    def top_tokens(self, chosen: Tensor | None = None) -> list[list[int]]:
+        """The top-1 token at each position, or the `chosen` one, which is read with the rest."""
+        if chosen is not None:
+            self.buffers.replace_top_tokens(self._own, chosen)
         return self._read()
 
     def commit(self, new_tokens: list[list[int]]) -> None:
@@ -292,6 +294,12 @@ class StaticEngine:
             if eager.head is not None and self._accepted is not None:
                 eager.head.continue_from(self.buffers.last_hidden_states, self._accepted)
         return eager.finish(settle)
+
+    @property
+    def _own(self) -> slice | list[int]:
+        """The rows of the unfinished sequences as an index, which the device gets as a list only if there are gaps."""
+        own = self._rows.own
+        return slice(len(own)) if own[-1] == len(own) - 1 else own
 
     @property
     def _is_warm(self) -> bool:

@@ -12,34 +12,13 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .call import Call
+from .device_choice import BY_POSITION, SCORES_ONLY, DeviceChoice, can_choose_on
 from .engine import Draft
 from .ranks import Ranks
 from .rows import Row, Stopping
 
 # Stateless processors that treat each row by itself. With any other, all processors get whole batches.
-BY_ROW = (
-    logits_process.EpsilonLogitsWarper,
-    logits_process.EtaLogitsWarper,
-    logits_process.ExponentialDecayLengthPenalty,
-    logits_process.ForcedBOSTokenLogitsProcessor,
-    logits_process.ForcedEOSTokenLogitsProcessor,
-    logits_process.InfNanRemoveLogitsProcessor,
-    logits_process.LogitNormalization,
-    logits_process.MinLengthLogitsProcessor,
-    logits_process.MinNewTokensLengthLogitsProcessor,
-    logits_process.MinPLogitsWarper,
-    logits_process.NoBadWordsLogitsProcessor,
-    logits_process.NoRepeatNGramLogitsProcessor,
-    logits_process.RepetitionPenaltyLogitsProcessor,
-    logits_process.SequenceBiasLogitsProcessor,
-    logits_process.SuppressTokensAtBeginLogitsProcessor,
-    logits_process.SuppressTokensLogitsProcessor,
-    logits_process.TemperatureLogitsWarper,
-    logits_process.TopHLogitsWarper,
-    logits_process.TopKLogitsWarper,
-    logits_process.TopPLogitsWarper,
-    logits_process.TypicalLogitsWarper,
-)
+BY_ROW = (*SCORES_ONLY, *BY_POSITION, logits_process.NoRepeatNGramLogitsProcessor)
 
 
 class AcceptanceRule:
@@ -68,6 +47,10 @@ class AcceptanceRule:
         by_row = not stay_level and self.stopping.by_row and all(type(one) in BY_ROW for one in processors)
         self.together = len(self.rows) > 1 and not by_row
         self.processors_of = [_of_row(processors, row.index) if by_row else processors for row in self.rows]
+        self.on_device: DeviceChoice | None = None  # chooses the tokens of whole passes, where it can
+        may_choose = self.needs_logits and not self.together and not ranks.many
+        if may_choose and can_choose_on(call.input_ids.device, processors, self.config.do_sample):
+            self.on_device = DeviceChoice(self.processors_of, self.config.do_sample)
 
     @property
     def needs_logits(self) -> bool:
@@ -103,7 +86,8 @@ class AcceptanceRule:
         """Choose tokens for each row of `batch`, position by position, until a token differs from the row's draft.
 
         A full-depth pass, of `depth` layers, gave `logits` (rows, width, vocabulary) if `needs_logits`, otherwise the
-        `top_tokens` at each position of each row. Returns each row's new tokens: accepted draft tokens and one more.
+        `top_tokens` at each position of each row; so did `on_device`, if there is one. Returns each row's new tokens:
+        accepted draft tokens and one more.
         """
         before = [len(row.tokens) for row in batch]
         if self.together:
@@ -112,10 +96,13 @@ class AcceptanceRule:
             for position, (row, draft) in enumerate(zip(batch, drafts, strict=True)):
                 chosen = top_tokens[position] if top_tokens is not None else None
                 own = logits[position] if logits is not None else None
-                self._accept_row(row, own, chosen, draft, depth)
+                self._accept_row(position, row, own, chosen, draft, depth)
         for row in batch:
             row.last = row.tokens[-1] if row.tokens else row.last
-        return [row.tokens[start:] for row, start in zip(batch, before, strict=True)]
+        new_tokens = [row.tokens[start:] for row, start in zip(batch, before, strict=True)]
+        if self.on_device is not None:
+            self.on_device.end(max(map(len, new_tokens)))
+        return new_tokens
 
     def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         """Choose the next token of each of these rows from its logits, (rows, vocabulary)."""
@@ -123,18 +110,28 @@ class AcceptanceRule:
         logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
         scores = self.processors_of[rows[0].index](ids, logits)
         for position, row in enumerate(rows):
-            if self.returns_scores:
-                row.scores.append(scores[position : position + 1])
-            if self.returns_logits:
-                row.logits.append(logits[position : position + 1])
+            self._keep(row, scores[position : position + 1], logits[position : position + 1])
         if self.config.do_sample:
             drawn = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1)
             return [int(self.ranks.agree(token)) for token in drawn.flatten().tolist()]
         return scores.argmax(dim=-1).tolist()
 
-    def _accept_row(self, row: Row, logits: Any, chosen: list[int] | None, draft: Draft, depth: int) -> None:
+    def _keep(self, row: Row, scores: Tensor, logits: Tensor) -> None:
+        """Keep the scores and logits of a row's next token, (1, vocabulary), if the caller gets them."""
+        if self.returns_scores:
+            row.scores.append(scores)
+        if self.returns_logits:
+            row.logits.append(logits)
+
+    def _accept_row(
+        self, number: int, row: Row, logits: Any, chosen: list[int] | None, draft: Draft, depth: int
+    ) -> None:
         for position in range(min(len(draft.tokens) + 1, self.room(row))):
             token = chosen[position] if chosen is not None else self.choose([row], logits[position : position + 1])[0]
+            if self.on_device is not None:
+                self.on_device.check(token, number, position)
+                if self.returns_scores or self.returns_logits:
+                    self._keep(row, *self.on_device.at(number, position))
             matched = self._add(row, token, draft, position, depth)
             stops = row.stopped_at is None and self.stopping(row)
             if stops:

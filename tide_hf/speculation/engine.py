@@ -142,8 +142,11 @@ class Engine(DraftEngine, Protocol):
     def logits(self) -> Tensor:
         """(rows, width, vocabulary) logits of the last pass; those after a row's last draft token are arbitrary."""
 
-    def top_tokens(self) -> list[list[int]]:
-        """The top-1 token at each position of the last pass."""
+    def inputs(self) -> Tensor:
+        """(rows, at least width) tokens that the last pass read: each row's last token, its draft, and padding."""
+
+    def top_tokens(self, chosen: Tensor | None = None) -> list[list[int]]:
+        """The top-1 token at each position of the last pass, or those `chosen` on the device, (rows, width)."""
 
     def commit(self, new_tokens: list[list[int]]) -> None:
         """Retain the K/V of the accepted tokens of the last pass, and roll back the rest.

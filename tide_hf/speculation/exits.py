@@ -38,6 +38,7 @@ class ExitRule(AcceptanceRule):
 
     def __init__(self, *args: Any, score: Callable[[Tensor], Tensor], exit_threshold: float) -> None:
         super().__init__(*args)
+        self.on_device = None  # whether a token exits decides what is chosen next
         self.score, self.exit_threshold = score, exit_threshold
 
     def exit(self, batch: list[Row], logits: Tensor, may_exit: list[bool]) -> list[bool]:

@@ -59,7 +59,11 @@ class SpeculativeDecoder:
     def _prefill(self) -> list[list[int]]:
         """Run prefill; return the first token of each row."""
         logits = self.engine.prefill()
-        top_tokens = None if self.rule.needs_logits else greedy_tokens(logits).tolist()
+        top_tokens: list[list[int]] | None = None
+        if self.rule.on_device is not None:
+            top_tokens = self.rule.on_device.choose(self.batch, logits, None).tolist()
+        elif not self.rule.needs_logits:
+            top_tokens = greedy_tokens(logits).tolist()
         first = self.rule.accept(self.batch, logits, [Draft() for _ in self.batch], top_tokens, self.stats.num_layers)
         self.engine.begin([row.last for row in self.batch])
         self._drop_stopped()
@@ -69,13 +73,21 @@ class SpeculativeDecoder:
         engine, rule, batch = self.engine, self.rule, self.batch
         drafts = drafter.draft([row.index for row in batch], self._limits())
         engine.verify([draft.tokens for draft in drafts])
+        logits, top_tokens = self._verified(1 + max(len(draft.tokens) for draft in drafts))
         for draft, read in zip(drafts, engine.drafted() or [], strict=False):
             draft.tokens = [new if token == UNREAD else token for token, new in zip(draft.tokens, read, strict=True)]
-        logits, top_tokens = (engine.logits(), None) if rule.needs_logits else (None, engine.top_tokens())
         new_tokens = rule.accept(batch, logits, drafts, top_tokens, self.stats.num_layers)
         engine.commit(new_tokens)
         self._learn(drafter, drafts, new_tokens)
         self._drop_stopped()
+
+    def _verified(self, width: int) -> tuple[Tensor | None, list[list[int]] | None]:
+        """The logits of the last pass, where the host chooses tokens from them; else the tokens at each position."""
+        engine, on_device = self.engine, self.rule.on_device
+        if on_device is not None:
+            inputs = engine.inputs()[:, :width]
+            return None, engine.top_tokens(on_device.choose(self.batch, engine.logits()[:, :width], inputs))
+        return (engine.logits(), None) if self.rule.needs_logits else (None, engine.top_tokens())
 
     def _limits(self) -> list[int]:
         """Maximum number of tokens that each row may draft, as its answer, the cache and learned positions allow."""

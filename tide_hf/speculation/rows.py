@@ -28,13 +28,41 @@ class Row:
     sources: list[str] = field(default_factory=list)  # what wrote each new token; see `common.token_sources`
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    _buffer: Tensor | None = (
+        None  # (1, slots): the prompt and the first `_num_stored` new tokens, on the prompt's device
+    )
+    _num_stored: int = 0
 
     @property
     def ids(self) -> Tensor:
-        """(1, length) prompt and new tokens, as processors and criteria see them."""
-        if not self.tokens:
-            return self.prompt
-        return torch.cat([self.prompt, torch.tensor([self.tokens], device=self.prompt.device)], dim=-1)
+        """(1, length) prompt and new tokens, as processors and criteria see them; a token is uploaded once."""
+        missing = self.tokens[self._num_stored :]
+        if missing:
+            self._store(self._num_stored, torch.tensor([missing]).to(self.prompt.device, non_blocking=True))
+            self._num_stored = len(self.tokens)
+        return self._filled(len(self.tokens))
+
+    def ids_before(self, inputs: Tensor) -> Tensor:
+        """`ids` and the row's draft, without an upload: `inputs`, (1, width), are the last token and the draft.
+
+        It has to be called in each round, since the tokens that the last round accepted are not stored again.
+        """
+        self._store(len(self.tokens) - 1, inputs)
+        self._num_stored = len(self.tokens)
+        return self._filled(len(self.tokens) + inputs.shape[1] - 1)
+
+    def _filled(self, num_tokens: int) -> Tensor:
+        """(1, length) prompt and `num_tokens` tokens after it."""
+        return self.prompt if self._buffer is None else self._buffer[:, : self.prompt.shape[1] + num_tokens]
+
+    def _store(self, start: int, tokens: Tensor) -> None:
+        """Store tokens, (1, width), from the `start`-th new token on."""
+        begin = self.prompt.shape[1] + start
+        end = begin + tokens.shape[1]
+        if self._buffer is None or self._buffer.shape[1] < end:
+            filled = self._filled(start)
+            self._buffer = torch.cat([filled, filled.new_zeros((1, end))], dim=-1)
+        self._buffer[:, begin:end] = tokens
 
 
 def by_step(by_row: Iterable[list[Tensor]]) -> tuple[Tensor, ...]:

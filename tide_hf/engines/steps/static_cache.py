@@ -137,6 +137,7 @@ class StaticCacheSlots(CacheSlots):
             self.mask = self.mask[rows]
         if self.holes is not None:
             self.holes = self.holes[rows]
+            self._num_tokens = [self._num_tokens[row] for row in rows]
 
     def _crop(self, num_tokens: int) -> None:
         """Do nothing, since the next pass overwrites the slots."""

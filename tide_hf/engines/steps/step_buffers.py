@@ -153,6 +153,10 @@ class StepBuffers:
                 self.prev_hidden_state.copy_(self.last_hidden_states.gather(1, index))
             self.draft_hidden_state.copy_(self.prev_hidden_state)
 
+    def replace_top_tokens(self, rows: slice | list[int], tokens: Tensor) -> None:
+        """Put these tokens, (rows, width), in the place of the last pass's top-1 tokens."""
+        self._results[rows, : tokens.shape[1]] = tokens
+
     def read(self) -> list[list[int]]:
         """Wait for the round; return each row's top-1 tokens and, from index `WIDEST` on, its input tokens."""
         return self._results.tolist()
