@@ -16,7 +16,7 @@ from drafters import use_drafter, use_heads
 from families import LAYERS, tiny_model
 from images import image_prompts, seeing_model
 from on_steps import FEW, linear_heads, new_tokens, prompts, use_steps
-from pretend_device import NAME, times_waited
+from pretend_device import NAME, answer, counts, there, two
 from recorded import Recorder, as_it_is
 from transformers import TextStreamer
 
@@ -35,10 +35,6 @@ APPROXIMATE = [("post_hoc", "propagate", 1), ("early_exit", "propagate", 1), ("e
 APPROXIMATE += [("early_exit", "zero_pad", 3), ("early_exit", "prompt", 3)]  # prompt tokens exit as well
 
 
-def there(batch, device=NAME):
-    return {name: value.to(device) for name, value in batch.items()}
-
-
 def spread(model, *, cut=2, head=1):
     """Spread a model: embeddings and the first `cut` layers on device 0, the LM head on `head`, the rest on 1."""
     devices = {f"model.layers.{layer}": int(layer >= cut) for layer in range(LAYERS)}
@@ -47,28 +43,18 @@ def spread(model, *, cut=2, head=1):
     return dispatch_model(model, devices, main_device=f"{NAME}:0", force_hooks=True)
 
 
-def two(family, **overrides):
-    """The same model twice: on the CPU, and on a pretended device."""
-    return tiny_model(family, **overrides), tiny_model(family, **overrides).to(NAME)
-
-
-def answer(model, batch, **options):
-    torch.manual_seed(0)
-    found = model.generate(**batch, **options)
-    assert found.device == batch["input_ids"].device
-    return found.cpu()
-
-
 def test_the_pretend_device_behaves_like_an_accelerator():
     tensor = torch.ones(3, device=NAME)
     with pytest.raises(RuntimeError, match="same device"):
         torch.where(torch.ones(3, dtype=torch.bool), tensor, tensor)
     with pytest.raises(TypeError, match="no float64"):
         tensor.double()
-    before = times_waited()
+    before = counts()
     assert (tensor + 1).sum().item() == 6
     assert torch.equal(copy.deepcopy(tensor).cpu(), torch.ones(3))
-    assert times_waited() - before == 2
+    asked = counts() - before
+    assert (asked.waits, asked.uploads) == (2, 1)  # the tensor on the right, or its number, is uploaded
+    assert asked.launches >= 2
 
 
 @pytest.mark.parametrize(
@@ -135,21 +121,6 @@ def test_a_prompt_may_be_on_the_cpu(mode, tiny_tokenizer, capsys):
     assert capsys.readouterr().out
 
 
-def test_an_eager_round_waits_once_for_the_device():
-    plain, model = two("llama")
-    continuations = new_tokens(answer(plain, prompts(), **GREEDY))
-    TIDEModelForCausalLM.attach(model, linear_heads(plain))
-    use_drafter(model, "wrong at the last position", continuations, width=4)
-    rounds, waits = [], []
-    for new in (3, 24):
-        before = times_waited()
-        model.generate(**there(prompts()), **{**GREEDY, "max_new_tokens": new})
-        rounds.append(model.last_exit_stats.rounds)
-        waits.append(times_waited() - before)
-    assert rounds[1] > rounds[0]
-    assert waits[1] - waits[0] == rounds[1] - rounds[0]
-
-
 @pytest.mark.parametrize(
     ("family", "rows", "kind"),
     [("gemma2", 1, "draft"), ("gpt2", 1, "linear"), ("qwen3_moe", 3, "linear"), ("bloom", 3, "draft")],
@@ -162,9 +133,9 @@ def test_captured_steps_never_wait_for_the_device(family, rows, kind):
     TIDEModelForCausalLM.attach(model, routers, engine="compiled")
 
     def counted(run, *args):
-        before = times_waited()
+        before = counts()
         found = run(*args)
-        waits.append(times_waited() - before)
+        waits.append((counts() - before).waits)
         return found
 
     def replay_of(*args):

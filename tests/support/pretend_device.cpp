@@ -33,7 +33,7 @@ using c10::SymIntArrayRef;
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 constexpr c10::DeviceIndex kDevices = 2;
-std::atomic<int64_t> waits{0}, uploads{0}, launches{0};
+std::atomic<int64_t> waits{0}, uploads{0}, uploaded_bytes{0}, launches{0};
 thread_local c10::DeviceIndex current = 0;
 
 c10::Device device_at(c10::DeviceIndex index) { return c10::Device(kType, index < 0 ? current : index); }
@@ -205,6 +205,7 @@ const Tensor& resize(const Tensor& tensor, SymIntArrayRef size, std::optional<at
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
   ++(!is_here(to) ? waits : is_here(from) ? launches : uploads);
+  if (!is_here(from)) uploaded_bytes += static_cast<int64_t>(from.nbytes());
   (is_here(to) ? on_host(to) : to).copy_(is_here(from) ? on_host(from) : from);
   return to;
 }
@@ -297,4 +298,5 @@ extern "C" void start() { at::RegisterPrivateUse1HooksInterface(new Hooks()); }
 // How often the host has read values of a tensor, has copied to the device, and has launched an operation.
 extern "C" int64_t times_waited() { return waits; }
 extern "C" int64_t times_uploaded() { return uploads; }
+extern "C" int64_t bytes_uploaded() { return uploaded_bytes; }
 extern "C" int64_t times_launched() { return launches; }

@@ -6,40 +6,37 @@ They become the accelerator of the whole process, so tests that use them run in 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
+from families import tiny_model
 from torch._inductor.codecache import CppCodeCache
 
 NAME = "pretend"
 
 _library = CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text(), device_type="cpu")
-for _function in (_library.times_waited, _library.times_uploaded, _library.times_launched):
-    _function.restype = ctypes.c_int64
+_COUNTERS = (_library.times_waited, _library.times_uploaded, _library.bytes_uploaded, _library.times_launched)
+for _counter in _COUNTERS:
+    _counter.restype = ctypes.c_int64
 
 
-@dataclass(frozen=True)
-class Counts:
+class Counts(NamedTuple):
     """What the host has asked of the pretended devices."""
 
     waits: int  # reads of values from a tensor
     uploads: int  # copies of a tensor to a device
+    uploaded_bytes: int
     launches: int  # operations on a device, other than views
 
     def __sub__(self, other: Counts) -> Counts:
-        return Counts(self.waits - other.waits, self.uploads - other.uploads, self.launches - other.launches)
+        return Counts(*(one - before for one, before in zip(self, other, strict=True)))
 
 
 def counts() -> Counts:
     """What the host has asked so far."""
-    return Counts(_library.times_waited(), _library.times_uploaded(), _library.times_launched())
-
-
-def times_waited() -> int:
-    """How often the host has read values from a tensor on a pretended device."""
-    return counts().waits
+    return Counts(*(counter() for counter in _COUNTERS))
 
 
 def _module() -> ModuleType:
@@ -60,3 +57,21 @@ torch.utils.rename_privateuse1_backend(NAME)
 _library.start()
 torch._register_device_module(NAME, _module())
 torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def there(batch, device=NAME):
+    """A batch on a device."""
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def two(family, **overrides):
+    """The same model twice: on the CPU, and on a pretended device."""
+    return tiny_model(family, **overrides), tiny_model(family, **overrides).to(NAME)
+
+
+def answer(model, batch, **options):
+    """The sequences of a call, on the CPU, with random numbers from the start."""
+    torch.manual_seed(0)
+    found = model.generate(**batch, **options)
+    assert found.device == batch["input_ids"].device
+    return found.cpu()

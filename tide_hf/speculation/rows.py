@@ -28,19 +28,28 @@ class Row:
     sources: list[str] = field(default_factory=list)  # what wrote each new token; see `common.token_sources`
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
-    _buffer: Tensor | None = (
-        None  # (1, slots): the prompt and the first `_num_stored` new tokens, on the prompt's device
-    )
+    # (1, slots) on the prompt's device: the prompt, the first `_num_stored` new tokens, and drafts that were accepted.
+    _buffer: Tensor | None = None
     _num_stored: int = 0
+    _host_prompt: Tensor | None = None
 
     @property
     def ids(self) -> Tensor:
         """(1, length) prompt and new tokens, as processors and criteria see them; a token is uploaded once."""
         missing = self.tokens[self._num_stored :]
         if missing:
-            self._store(self._num_stored, torch.tensor([missing]).to(self.prompt.device, non_blocking=True))
+            tokens = torch.tensor([missing], device="cpu").to(self.prompt.device, non_blocking=True)
+            self._store(self._num_stored, tokens)
             self._num_stored = len(self.tokens)
         return self._filled(len(self.tokens))
+
+    @property
+    def host_ids(self) -> Tensor:
+        """`ids` on the CPU; only the first call waits for a device."""
+        if self._host_prompt is None:
+            self._host_prompt = self.prompt.cpu()
+        tokens = torch.tensor([self.tokens], dtype=self.prompt.dtype, device="cpu")
+        return torch.cat([self._host_prompt, tokens], dim=-1)
 
     def ids_before(self, inputs: Tensor) -> Tensor:
         """`ids` and the row's draft, without an upload: `inputs`, (1, width), are the last token and the draft.
@@ -129,7 +138,8 @@ class Stopping:
         stops = [row.stopped_at is not None or self._ends(row) for row in rows]
         if not self.others:
             return stops
-        ids = torch.cat([row.ids for row in rows])
+        # Stop strings are compared on the CPU: on a device, they would have the host wait for each token.
+        ids = torch.cat([row.host_ids if self.by_row else row.ids for row in rows])
         scores = by_step(row.scores for row in rows) or None
         found = torch.tensor(stops, device=ids.device)
         for criterion in self.others:  # every criterion is called, even if all rows have stopped, as in plain decoding
