@@ -14,6 +14,7 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.structure import CACHE
 from tide_hf.engines.steps.capture import capture
 from tide_hf.engines.steps.step_store import CapturedSteps
+from tide_hf.speculation.device_choice import can_choose_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -26,6 +27,7 @@ def _memory_of_tests_before():
 
 
 GREEDY = {**OPTIONS, "max_new_tokens": 24}
+SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8, "top_k": 20}
 
 
 def prompt(rows=1):
@@ -98,15 +100,16 @@ def test_a_draft_head_and_a_returned_cache_on_steps_made_ready_beforehand(rows):
     assert steps_of(model).refused is None
 
 
-def test_one_launch_a_step_and_one_wait_a_round():
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_one_launch_a_step_and_one_wait_a_round(options):
     model = tiny_model("llama").cuda()
     attach(model, compiles=False)
     use_heads(model, 1, width=7)
-    model.generate(**prompt(), **GREEDY)
+    model.generate(**prompt(), **options)
 
     def counted(new):
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            model.generate(**prompt(), **{**GREEDY, "max_new_tokens": new})
+            model.generate(**prompt(), **{**options, "max_new_tokens": new})
         calls = [event.name for event in profiler.events()]
         waits = sum(name in ("cudaStreamSynchronize", "cudaDeviceSynchronize") for name in calls)
         stats = model.last_exit_stats
@@ -117,6 +120,19 @@ def test_one_launch_a_step_and_one_wait_a_round():
     assert rounds > 0
     assert graphs == rounds + drafted
     assert waits == rounds
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_a_sequence_is_sampled_with_the_draws_of_plain_decoding(engine):
+    model = tiny_model("llama").cuda()
+    torch.manual_seed(0)
+    expected, state = model.generate(**prompt(), **SAMPLED), torch.cuda.get_rng_state()
+    attach(model, compiles=False)
+    use_drafter(model, "mixed", expected[:, 9:].tolist())
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(**prompt(), **SAMPLED, tide_engine=engine), expected)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert can_choose_on(expected.device, [], do_sample=True)
 
 
 def test_a_capture_that_fails_leaves_nothing_behind():
