@@ -88,7 +88,7 @@ class StaticEngine:
         self._num_fed = 0  # number of draft steps since the last rollback
         # Exit layer and number of the draft steps whose tokens are unread, and timestamps before and after these steps.
         self._unread: tuple[int, int, Any, Any] | None = None
-        self._compactions = 0
+        self._compactions, self._masked = 0, 0  # number of compactions, and of slots, when the mask was written
         self._width, self._started = 0, 0.0
         self._drafted: list[list[int]] = []
         self._logits: Any = None
@@ -175,6 +175,7 @@ class StaticEngine:
         mask = mask.cpu()[self._rows.shown] if mask is not None else None
         buffers.load(cache, length, mask, eager.head.prev_hidden_state if eager.head is not None else None)
         self._slots = StaticCacheSlots(buffers.cache, length, mask, eager._slots.compaction_threshold)
+        self._masked = length
         self._positions = [[0]] * rows if positions is None else positions.reshape(-1, rows).T.tolist()
         self._prepared_before = self.steps.warm_up.num_prepared
         return self
@@ -316,9 +317,10 @@ class StaticEngine:
         """Upload the inputs of the round."""
         if not self._slots.make_room(WIDEST):  # continue in buffers with more slots
             self._move_to(self.steps.buffers(**self._buffers_needed(self.buffers.cache, self._slots.length)))
-        if self._slots.holes is not None or self._slots.num_compactions > self._compactions:
-            self.buffers.write_mask(self._slots.mask)
-            self._compactions = self._slots.num_compactions
+        is_compacted = self._slots.num_compactions > self._compactions
+        if self._slots.holes is not None or is_compacted:
+            self.buffers.write_mask(self._slots.mask, 0 if is_compacted else self._masked)
+            self._compactions, self._masked = self._slots.num_compactions, self._slots.length
         spread = self._rows.spread
         accepted = None if self._accepted is None else spread(self._accepted)
         self.buffers.write(self._slots.length, spread(self._positions), spread(ids), accepted)

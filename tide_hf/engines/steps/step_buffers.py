@@ -88,7 +88,6 @@ class StepBuffers:
             self._host_inputs = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
             self._device_inputs = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
             self.mask = torch.ones((rows, capacity), dtype=torch.int64, device=device)
-            self._host_mask = torch.ones((rows, capacity), dtype=torch.int64, pin_memory=device.type == "cuda")
             self._results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, device=device)
             self.scores = torch.zeros(rows, device=device) if has_scores else None
             if has_head:
@@ -129,12 +128,12 @@ class StepBuffers:
         if self.head is not None:
             self.last_hidden_states[: len(rows)] = other.last_hidden_states[rows]
 
-    def write_mask(self, mask: Tensor | None) -> None:
-        """Upload a (rows, length) attention mask from the CPU; `None` masks nothing."""
-        self._host_mask.fill_(1)
+    def write_mask(self, mask: Tensor | None, start: int = 0) -> None:
+        """Upload a (rows, length) attention mask from the CPU, from slot `start` on; `None` masks nothing."""
+        if start == 0:
+            self.mask.fill_(1)
         if mask is not None:
-            self._host_mask[:, : mask.shape[1]] = mask
-        self.mask.copy_(self._host_mask, non_blocking=True)
+            self.mask[:, start : mask.shape[1]].copy_(mask[:, start:], non_blocking=True)
 
     def write(self, start: int, positions: list[list[int]], ids: list[list[int]], accepted: list[int] | None) -> None:
         """Upload the inputs of a round by one asynchronous copy; `start` is the slot of the first token.
