@@ -52,9 +52,10 @@ def test_the_pretend_device_behaves_like_an_accelerator():
     before = counts()
     assert (tensor + 1).sum().item() == 6
     assert torch.equal(copy.deepcopy(tensor).cpu(), torch.ones(3))
+    there({"tensor": torch.ones(3)})
     asked = counts() - before
-    assert (asked.waits, asked.uploads) == (2, 1)  # the tensor on the right, or its number, is uploaded
-    assert asked.launches >= 2
+    assert (asked.waits, asked.uploads, asked.uploaded_bytes) == (2, 1, 12)
+    assert asked.launches == 3  # the addition, the sum, and the copy
 
 
 @pytest.mark.parametrize(
