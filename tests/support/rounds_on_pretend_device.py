@@ -19,6 +19,7 @@ from transformers import LogitsProcessor
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines.steps.step_store import CapturedSteps
+from tide_hf.speculation import device_choice
 
 NEW, WIDTH = 40, 4  # new tokens; tokens of a pass
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -30,14 +31,14 @@ WAYS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": GREEDY | PENALISED, "
 class Watched:
     """A drafter that notes, at the begin of each round, the rows in the batch and what the host has asked so far.
 
-    What happens in passes, as their own function or as a graph, is not counted.
+    What passes launch, as their own function or as a graph, is not counted.
     """
 
     def __init__(self, drafter, passes):
         self.drafter, self.passes, self.begins = drafter, passes, []
 
     def draft(self, rows, limits):
-        self.begins.append((len(rows), counts() - self.passes.asked))
+        self.begins.append((len(rows), counts() - Counts(0, 0, 0, self.passes.launches)))
         return self.drafter.draft(rows, limits)
 
     def observe(self, *args):
@@ -51,15 +52,15 @@ class Watched:
 
 
 class Passes:
-    """What the host asked in the model's passes, and in the replays of steps."""
+    """Counts what the model's passes and the replays of steps have launched."""
 
     def __init__(self):
-        self.asked = Counts(0, 0, 0, 0)
+        self.launches = 0
 
     def run(self, function, *args, **kwargs):
         before = counts()
         found = function(*args, **kwargs)
-        self.asked = Counts(*map(sum, zip(self.asked, counts() - before, strict=True)))
+        self.launches += (counts() - before).launches
         return found
 
     def watch(self, model):
@@ -194,6 +195,21 @@ def test_tokens_that_are_chosen_on_the_device_are_plain_decodings(name, do_sampl
             pair for part in ("scores", "logits") for pair in zip(found[part], expected[part], strict=True)
         ):
             torch.testing.assert_close(one.cpu(), other, atol=1e-4, rtol=1e-4)
+
+
+def test_a_device_that_draws_otherwise_has_its_tokens_read_one_by_one(monkeypatch):
+    device, draw, before = torch.device(NAME, 0), device_choice._draw, torch.get_rng_state()
+    probe = device_choice._draws_as_plain_decoding
+    probe.cache_clear()
+    assert device_choice.can_choose_on(device, [], do_sample=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    probe.cache_clear()
+    monkeypatch.setattr(device_choice, "_draw", lambda probabilities: (draw(probabilities)[0] + 1, []))
+    try:
+        for asked in watched_rounds("eager", partial(by_script, "right"), 1, SAMPLED):
+            assert asked.waits == 3 * WIDTH  # `torch.multinomial` waits twice itself
+    finally:
+        probe.cache_clear()
 
 
 def test_stop_strings_are_found_without_a_wait(tiny_tokenizer):
