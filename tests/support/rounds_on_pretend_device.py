@@ -31,14 +31,14 @@ WAYS = {"greedy": GREEDY, "sampled": SAMPLED, "penalised": GREEDY | PENALISED, "
 class Watched:
     """A drafter that notes, at the begin of each round, the rows in the batch and what the host has asked so far.
 
-    What passes launch, as their own function or as a graph, is not counted.
+    What passes launch and upload, as their own function or as a graph, is not counted; their waits are.
     """
 
     def __init__(self, drafter, passes):
         self.drafter, self.passes, self.begins = drafter, passes, []
 
     def draft(self, rows, limits):
-        self.begins.append((len(rows), counts() - Counts(0, 0, 0, self.passes.launches)))
+        self.begins.append((len(rows), counts() - self.passes.asked._replace(waits=0)))
         return self.drafter.draft(rows, limits)
 
     def observe(self, *args):
@@ -52,15 +52,15 @@ class Watched:
 
 
 class Passes:
-    """Counts what the model's passes and the replays of steps have launched."""
+    """What the host asked in the model's passes, and in the replays of steps."""
 
     def __init__(self):
-        self.launches = 0
+        self.asked = Counts(0, 0, 0, 0)
 
     def run(self, function, *args, **kwargs):
         before = counts()
         found = function(*args, **kwargs)
-        self.launches += (counts() - before).launches
+        self.asked = Counts(*map(sum, zip(self.asked, counts() - before, strict=True)))
         return found
 
     def watch(self, model):
