@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -34,6 +35,25 @@ class NoDrafts:
 
     def observe(self, *_: Any) -> None:
         """Learn nothing."""
+
+
+class ScriptedDrafts(NoDrafts):
+    """Drafts `length` tokens of a known answer, each of them right with a probability of `share`, for one row."""
+
+    def __init__(self, answer: list[int], share: float, length: int) -> None:
+        self.answer, self.share, self.length = answer, share, length
+        self.random, self.position = Random(0), 0
+
+    def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
+        """The answer's next tokens; behind one that is wrong it does not matter what they are."""
+        (limit,) = limits
+        tokens = self.answer[self.position :][: min(limit, self.length)]
+        drafted = [token if self.random.random() < self.share else int(token == 0) for token in tokens]
+        return [Draft().add(drafted, "script")]
+
+    def observe(self, _row: int, _draft: Draft, new_tokens: list[int], _n_matches: int) -> None:
+        """Move on in the answer."""
+        self.position += len(new_tokens)
 
 
 def study_parser(

@@ -18,7 +18,7 @@ from tide_hf.evaluation.benchmark import same_start, synchronize
 from tide_hf.routers.config import NEVER_EXIT
 from tide_hf.speculation.prefill import num_shared
 
-from .common import NoDrafts
+from .common import NoDrafts, ScriptedDrafts
 
 BATCH = 8
 DEPTHS = (0.25, 0.5, 0.75, 1.0)
@@ -34,6 +34,7 @@ LINE_ERRORS = (
     OSError,
     CalledProcessError,
 )  # of kernels that do not compile as well
+ACCEPTED, DRAFTED = 0.6, 3  # of scripted drafts: the probability that a token is right, and their number
 CALLS = 20  # of a step that is timed by itself
 PREFIX = 2000  # characters of an error that are kept
 WARM_UPS = 4  # the policy tries other widths in later calls, and each is captured
@@ -83,7 +84,7 @@ class Bench:
         warm_up = perf_counter() - start
         self.seconds(inputs, short, generate)
         runs = [
-            (self.seconds(inputs, long, generate)[0] - self.seconds(inputs, short, generate)[0]) / (long - short)
+            (-self.seconds(inputs, short, generate)[0] + self.seconds(inputs, long, generate)[0]) / (long - short)
             for _ in range(self.options.repeats)
         ]
         expected = self.expected.setdefault(rows, tokens)
@@ -169,6 +170,16 @@ def lossless(bench: Bench, rows: int = 1) -> dict[str, Any]:
     return found | {"acceptance_rate": stats.acceptance_rate, "rounds": stats.rounds} | _steps(bench)
 
 
+def scripted(bench: Bench) -> dict[str, Any]:
+    """Lossless decoding with drafts that are accepted as often as a head's may be, since random models have no head."""
+    attachment = bench.attach(engine=bench.engine)
+    attachment.make_drafter = NoDrafts
+    _, [answer] = bench.seconds(bench.prompt(1, bench.options.prompt), bench.options.tokens, {})
+    attachment.make_drafter = lambda *_: ScriptedDrafts(answer, ACCEPTED, DRAFTED)
+    found = _without_bytes(bench.per_token())
+    return found | {"acceptance_rate": bench.model.last_exit_stats.acceptance_rate, "drafted": DRAFTED} | _steps(bench)
+
+
 def lossless_eagerly(bench: Bench) -> dict[str, Any]:
     bench.attach(bench.routers, engine="eager")
     return _without_bytes(bench.per_token())
@@ -252,6 +263,7 @@ def lines(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield "eager generate", lambda: eager(bench)
     yield "our plain decoding", lambda: plain(bench)
     yield "our lossless mode", lambda: lossless(bench)
+    yield "our scripted drafts", lambda: scripted(bench)
     yield "replays of steps", lambda: replays(bench)
     yield f"eager generate, batch {BATCH}", lambda: eager(bench, BATCH)
     yield f"our plain decoding, batch {BATCH}", lambda: plain(bench, BATCH)
