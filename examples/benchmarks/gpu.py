@@ -59,7 +59,7 @@ def steps(rehearse: bool) -> list[Step]:
     small = ("--rehearse",) if rehearse else ()
     speed = (f"{here}.gpu_speed", "--models", LLAMA, *(("--tokens", "6", "--prompt", "8", *small) if rehearse else ()))
     depths = [f"at {depth:.0%} depth" for depth in DEPTHS]
-    wanted = "captured_steps or capture_that_fails or launch or draft_head or draws"
+    wanted = "captured_steps or capture_that_fails or launch or draft_head or draws or slots"
     kernels = "hub_kernels/tide-kernels/tests"
     workers = ("-n", "0") if rehearse else ("-n", "6")
     return [

@@ -69,7 +69,8 @@ def smoke(rehearse: bool) -> dict[str, Any]:
 
 def _tokens_of(shape: dict[str, Any], dtype: torch.dtype, engine: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=dtype).to(DEVICE).eval()
+    with torch.device(DEVICE):
+        model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=dtype).eval()
     ids = torch.arange(3, 40, device=DEVICE)[None]
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     expected = model.generate(ids, **options)[0].tolist()

@@ -10,6 +10,7 @@ there is no time for is left out. The results are written after every line.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -60,7 +61,7 @@ def measure(bench: Bench, deadline: float, bandwidth: float) -> Iterator[tuple[d
     """
     found: dict[str, Any] = {"lines": {}, "weight_bytes": bytes_read(bench.model)}
     for name, line in lines(bench):
-        if not any(word in name for word in bench.options.lines):
+        if not any(re.search(pattern, name) for pattern in bench.options.lines):
             continue
         result = {"left_out": "no time left"} if perf_counter() > deadline else measured(bench, line, bandwidth)
         found["lines"][name] = result
@@ -117,7 +118,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=98, help="new tokens")
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of the prompt that is read early")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--lines", nargs="+", default=[""], help="parts of lines' names, where not all are wanted")
+    parser.add_argument("--lines", nargs="+", default=[""], help="patterns of lines' names, if not all are wanted")
     parser.add_argument("--minutes", type=float, default=7.5, help="no line begins after so many")
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
     parser.add_argument("--rehearse", action="store_true", help="a small model in place of the one of 8B's shape")

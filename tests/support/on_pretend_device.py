@@ -15,12 +15,14 @@ from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import LAYERS, tiny_model
 from images import image_prompts, seeing_model
-from on_steps import FEW, linear_heads, new_tokens, prompts, use_steps
+from on_steps import FEW, as_traced, linear_heads, new_tokens, prompts, use_steps
 from pretend_device import NAME, answer, counts, there, two
 from recorded import Recorder, as_it_is
 from transformers import TextStreamer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
+from tide_hf.engines import gqa_attention
+from tide_hf.engines.steps import step_store
 from tide_hf.engines.steps.step_store import CapturedSteps
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
 from tide_hf.evaluation.benchmark import compare, tide_methods
@@ -260,3 +262,30 @@ def test_a_model_with_joined_weights_is_saved_like_any_other(tmp_path):
     again = TIDEModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(answer(again, prompts(), **GREEDY), expected)
     assert torch.equal(answer(copy.deepcopy(model), there(prompts()), **GREEDY), expected)
+
+
+def attend_up_to(query, key, value, end, scale):
+    """What FlashAttention gives that reads the number of filled slots on the device."""
+    width, slots = query.shape[2], torch.arange(key.shape[2], device=key.device)
+    ends = end - width + torch.arange(width, device=key.device)
+    found = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=slots <= ends[:, None], scale=scale, enable_gqa=True
+    )
+    return found.transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize(("family", "pads", "reads"), [("llama", 0, True), ("llama", 2, False), ("mistral", 0, False)])
+def test_steps_read_the_number_of_filled_slots_where_masks_hide_nothing_else(family, pads, reads, monkeypatch):
+    calls = []
+    monkeypatch.setattr(step_store, "can_flash_decode", lambda *_: True)
+    monkeypatch.setattr(gqa_attention, "flash_decode", lambda *args: calls.append(0) or attend_up_to(*args))
+    plain, model = two(family, attention="sdpa")
+    for batch in (prompts(pads=pads), prompts(3, pads=2)):
+        expected = answer(plain, batch, **GREEDY)
+        calls.clear()
+        TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="compiled")
+        use_steps(model, CapturedSteps(as_it_is, compile_graph=as_traced))
+        use_heads(model, 3, continuations=new_tokens(expected), kind="mixed")
+        assert torch.equal(answer(model, there(batch), **GREEDY), expected)
+        assert bool(calls) == (reads and len(expected) == 1)
+        TIDEModelForCausalLM.detach(model)

@@ -10,7 +10,7 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.engines.steps.step_store import CapturedSteps, CompiledSteps
 
 LAYERS, PROMPT, NEW = 4, 8, 14
-WINDOWED = ("mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
+WINDOWED = ("mistral", "gemma2", "gemma3", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
 FEW = ("llama", "gpt2", "falcon", "bloom", "opt", "qwen3_moe", "gemma2")  # with all kinds of layers of all families
 COPYING = ("falcon",)  # uncompiled layers index with a list, which is copied from the host
 UNTRACED = MIXTURES if Version(torch.__version__) < Version("2.15") else ()  # float32 experts cannot be traced

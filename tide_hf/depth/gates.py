@@ -19,6 +19,7 @@ from ..base_model.structure import DecoderStructure
 from ..kernels.ops import PLAIN, Ops
 from ..routers.draft_head import DraftHead
 from ..routers.exit_points import ExitPoint
+from .kv_cache import order_prefetch
 
 # Runs a layer, given its gate and arguments.
 ExecuteLayer = Callable[["LayerGate", tuple[Any, ...], dict[str, Any]], Any]
@@ -189,7 +190,9 @@ class LayerRun:
 
     def execute(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer and count it."""
-        self.layers_executed += input_state(args, kwargs).shape[0]
+        state = input_state(args, kwargs)
+        self.layers_executed += state.shape[0]
+        order_prefetch(self.cache, state.device)
         if self.execute_layer is None or self.tokens_for_mlp() is not None:
             return gate.native(*args, **kwargs)
         return self.execute_layer(gate, args, kwargs)

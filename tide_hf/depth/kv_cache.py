@@ -296,6 +296,16 @@ class CacheSlots:
         self._move(order.masked_fill(remaining, -1) if self.ops.kernels is not None else order, total)
 
 
+def order_prefetch(cache: Any, device: torch.device) -> None:
+    """Have an offloaded cache's next prefetch wait for what is queued on a GPU by now.
+
+    transformers offloads a layer on one stream and prefetches it on another, at the end of a pass the first layer for
+    the next pass, which may still be on its way to the host.
+    """
+    if device.type == "cuda" and getattr(cache, "offloading", False):
+        cache.prefetch_stream.wait_stream(torch.cuda.current_stream(device))
+
+
 def _gather_slots(layer: Any, order: Tensor, total: int, ops: Ops) -> None:
     """Keep only the slots `order`, (rows, remaining), of a layer; slots are counted from the start of the sequence.
 

@@ -16,7 +16,7 @@ from ..base_model.unembed import DraftUnembed, greedy_tokens
 from ..common.choices import EAGER
 from ..depth.gates import FixedDepthRun, LayerRun, active, on_device
 from ..depth.head_drafting import HeadRun, head_run
-from ..depth.kv_cache import CacheSlots, crop, last_slot, start_recording, stop_recording
+from ..depth.kv_cache import CacheSlots, crop, last_slot, order_prefetch, start_recording, stop_recording
 from ..kernels.cpu.cpp_kernels import are_ready
 from ..speculation.attachment import Attachment
 from ..speculation.call import Call
@@ -190,6 +190,7 @@ class EagerEngine:
             state = run.state_after(self._forward, self._upload(inputs), start=len(self._fed))
         self._draft_layers += run.layers_executed
         if cache.offloading:  # it has prefetched the next layer, not the first
+            order_prefetch(cache, self.input_ids.device)
             cache.prefetch(0, cache.only_non_sliding)
         point = on_device(attachment.exit_point(exit_layer), state)
         scores = attachment.unembed.route(point.router, state)

@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..kernels.cpu.attention import decode_sdpa, prefill_sdpa
+from ..kernels.flash_decode import flash_decode
 
 NAME = "tide_gqa"
 OTHER_SEMANTICS = ("position_bias", "softcap", "cache", "s_aux")  # arguments that change scores, or where K/V are
@@ -32,6 +33,9 @@ _changing = Lock()
 # For each model: the number of open `gqa_attention` contexts in all threads, and the configs that they changed.
 _users: WeakKeyDictionary[PreTrainedModel, tuple[int, list[Any]]] = WeakKeyDictionary()
 _num_filled: ContextVar[Tensor | None] = ContextVar("num_filled", default=None)
+# The same on a GPU, in steps whose masks hide no more than unfilled slots and later tokens.
+_end_on_device: ContextVar[Tensor | None] = ContextVar("end_on_device", default=None)
+_reads_lengths: ContextVar[bool] = ContextVar("reads_lengths", default=False)
 _may_use_kernels: ContextVar[bool] = ContextVar("may_use_kernels", default=True)  # in prefill
 
 
@@ -39,13 +43,28 @@ _may_use_kernels: ContextVar[bool] = ContextVar("may_use_kernels", default=True)
 def filled_up_to(end: Tensor) -> Iterator[None]:
     """Let [`attend`] read only the slots before `end`, a () int64 tensor; the mask has to hide all other slots.
 
-    On a GPU, `attend` reads all slots, since the host does not know `end`.
+    On a GPU, `attend` reads all slots but within [`reading_lengths`], since the host does not know `end`.
     """
-    token = _num_filled.set(end if end.device.type == "cpu" else None)
+    known, unknown = (end, None) if end.device.type == "cpu" else (None, end if _reads_lengths.get() else None)
+    tokens = _num_filled.set(known), _end_on_device.set(unknown)
     try:
         yield
     finally:
-        _num_filled.reset(token)
+        _num_filled.reset(tokens[0])
+        _end_on_device.reset(tokens[1])
+
+
+@contextmanager
+def reading_lengths(may_read: bool) -> Iterator[None]:
+    """Context in which [`attend`] reads the number of filled slots on the device, if `may_read`, and no mask.
+
+    For one row, of which masks hide nothing but unfilled slots and later tokens.
+    """
+    token = _reads_lengths.set(may_read)
+    try:
+        yield
+    finally:
+        _reads_lengths.reset(token)
 
 
 @contextmanager
@@ -107,6 +126,9 @@ def attend(
         may_prefill = end is None and _may_use_kernels.get() and (is_masked or _is_causal(module, kwargs))
         if may_prefill and not _needs_pytorch(query, key, value):
             found = prefill_sdpa(query, key, value, attention_mask, scale)
+        end_on_device, is_usual = _end_on_device.get(), key.shape == value.shape and not kwargs.get("sliding_window")
+        if end_on_device is not None and is_usual:
+            found = flash_decode(query, key, value, end_on_device, scale)
         if found is None and attention_mask is not None:
             found = attend_grouped(query, key, value, attention_mask, scale, end)
     if found is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..base_model.structure import has_windows
 from ..depth.linear_gate import KERNEL_LAYOUTS, allowed_layouts
 from ..kernels.cpu.attention import MIN_QUERIES, is_faster
 from ..kernels.cpu.cpp_kernels import DTYPES, are_ready, build_kernels
@@ -80,6 +81,7 @@ class StaticEngine:
         self._slots: Any = None  # StaticCacheSlots, after prefill
         self._rows: Any = None  # RowMap, after prefill
         self._position_shape: tuple[int, ...] | None = None
+        self._is_causal = False  # see `StepBuffers`
         self._positions: list[list[int]] = []  # each row's next position; several for mRoPE
         self._added: list[int] = []  # number of tokens that each row has added after prefill
         self._room = 0  # maximum number of tokens that a row may add after prefill
@@ -166,13 +168,16 @@ class StaticEngine:
             positions = positions[..., 0]
         self._position_shape = None if positions is None else tuple(positions.shape[:-1])
         rows, length = len(eager.last_tokens), int(cache.get_seq_length())
+        mask = mask.cpu() if mask is not None else None
+        self._is_causal = self.steps.reads_lengths and rows == 1 and (mask is None or bool(mask.all()))
+        self._is_causal &= not has_windows(eager.model.config.get_text_config())
         self.last_tokens, self._added, self._room = list(eager.last_tokens), [0] * rows, room
         needed = self._buffers_needed(cache, length)
         if not self.steps.fits(**needed):
             return eager
         self._buffers = buffers = self.steps.buffers(**needed)
         self._rows = RowMap(rows, buffers.rows)
-        mask = mask.cpu()[self._rows.shown] if mask is not None else None
+        mask = mask[self._rows.shown] if mask is not None else None
         buffers.load(cache, length, mask, eager.head.prev_hidden_state if eager.head is not None else None)
         self._slots = StaticCacheSlots(buffers.cache, length, mask, eager._slots.compaction_threshold)
         self._masked = length
@@ -369,6 +374,7 @@ class StaticEngine:
             "position_shape": self._position_shape,
             "has_head": self.eager.head is not None,
             "has_scores": self.reads_drafts,
+            "is_causal": self._is_causal,
         }
 
     def _move_to(self, buffers: StepBuffers) -> None:

@@ -62,6 +62,7 @@ class StepBuffers:
             positions; `None` if the model takes no positions.
         has_head: Whether the draft head drafts; its K/V are then the last layer of the cache.
         has_scores: Whether the exit score of each draft token is computed.
+        is_causal: Whether masks hide no more than unfilled slots and later tokens: of one row, without padding.
         shared: A static cache of as many slots and more rows, whose first rows are used instead of new memory.
     """
 
@@ -74,8 +75,10 @@ class StepBuffers:
         position_shape: tuple[int, ...] | None,
         has_head: bool,
         has_scores: bool = False,
+        is_causal: bool = False,
         shared: Cache | None = None,
     ) -> None:
+        self.is_causal = is_causal
         self.parts, self.rows, self.capacity, self.position_shape = parts, rows, capacity, position_shape
         self.last_position = last_position(parts.model.config.get_text_config())
         first: Any = like.layers[0]

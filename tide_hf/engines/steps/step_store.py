@@ -19,7 +19,8 @@ from transformers.cache_utils import Cache
 from ...base_model.unembed import address_of
 from ...depth.linear_gate import DRAFT_LAYOUTS, KERNEL_LAYOUTS, LinearGate, allowed_layouts, copies_fit, linear_gates
 from ...kernels.cpu.weight_layouts import WeightLayout
-from ..gqa_attention import gqa_attention
+from ...kernels.flash_decode import can_flash_decode
+from ..gqa_attention import gqa_attention, reading_lengths
 from ..warm_up import WarmUp
 from .capture import Replay, capturable_forward, capture
 from .graphs import CompileGraph, compile_graph
@@ -54,6 +55,7 @@ class StepStore:
     widths: tuple[int, ...] = WIDTHS  # of verify passes
     reads_drafts: bool  # whether the host reads each draft token and its score before the next draft step
     grows: bool  # whether buffers start with few slots and grow with the answer
+    reads_lengths = False  # whether attention may read the number of filled slots on the device
     prompts: CompiledPrefill | None = None  # runs the layers of prefill compiled, where that is faster
 
     def __init__(self, compile_graph: CompileGraph | None, description: str) -> None:
@@ -242,6 +244,7 @@ class CapturedSteps(StepStore):
     kind = "CUDA graphs"
     reads_drafts = False  # waiting for each draft token costs more than its exit score saves
     grows = False  # unfilled slots cost next to nothing, but preparing further steps costs much
+    reads_lengths = True
 
     def __init__(
         self, make_replay: Callable[..., Replay] = capture, compile_graph: CompileGraph | None = compile_graph
@@ -267,8 +270,9 @@ class CapturedSteps(StepStore):
         return step
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
-        compiled = None
-        with capturable_forward(buffers.parts.model, tokens):
+        compiled, keys = None, buffers.cache.layers[0].keys
+        may_read = buffers.is_causal and can_flash_decode(buffers.device, keys.dtype, keys.shape[-1])
+        with capturable_forward(buffers.parts.model, tokens), reading_lengths(may_read):
             if self.compiler is not None:
                 compiled = self.compiler.compile(function, buffers.state())
                 if compiled.refused is not None:

@@ -1,0 +1,96 @@
+"""Attention over a static cache on a GPU, which reads the number of filled slots on the device.
+
+PyTorch's FlashAttention takes that number as a tensor, so a captured step needs no mask, and reads filled slots alone.
+On an H100 it takes 50 to 60 us where attention with a mask takes 80 to 210, by the number of slots (8B shape).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_HEAD_SIZE = 256
+PROBE = {"heads": 4, "kv_heads": 2, "width": 3, "slots": 96, "filled": 40}
+TOLERANCE = 0.03  # of values below 4, in half precision
+
+aten = torch.ops.aten
+
+
+def flash_decode(query: Tensor, key: Tensor, value: Tensor, end: Tensor, scale: float | None) -> Tensor:
+    """Causal attention of the last tokens of one row; check [`can_flash_decode`] first.
+
+    Args:
+        query: (1, heads, width, size), of the tokens in the last filled slots.
+        key: (1, KV heads, slots, size).
+        value: As `key`.
+        end: () int64, the number of filled slots.
+        scale: Of the scores; default: 1 / sqrt(size).
+
+    Returns:
+        (1, width, heads, size).
+    """
+    width, slots = query.shape[2], key.shape[2]
+    found: Tensor = torch.ops.tide_hf.flash_decode(query, key, value, end, *_ends(query.device, width, slots), scale)
+    return found
+
+
+@cache
+def can_flash_decode(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether heads of this size can be attended to so on a device: where that gives what masked attention gives."""
+    if device.type != "cuda" or dtype not in DTYPES or size > MAX_HEAD_SIZE or size % 8:
+        return False
+    heads, kv_heads, width, slots, filled = PROBE.values()
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, heads, width, size), *[(1, kv_heads, slots, size)] * 2)
+    query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    ends = torch.arange(filled - width, filled, device=device)
+    mask = torch.arange(slots, device=device) <= ends[:, None]
+    try:
+        found = flash_decode(query, key, value, torch.tensor(filled, device=device), None)
+    except RuntimeError:  # this build or GPU has no such kernel
+        return False
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    return torch.allclose(found.float(), expected.float(), atol=TOLERANCE, rtol=0.0)
+
+
+@cache
+@torch.inference_mode(False)  # graphs keep them
+def _ends(device: torch.device, width: int, slots: int) -> tuple[Tensor, Tensor]:
+    """Where the only sequence's queries and slots begin and end, (2,) int32 each."""
+    return tuple(torch.tensor([0, count], dtype=torch.int32, device=device) for count in (width, slots))  # type: ignore[return-value]
+
+
+# An op of its own, so that a trace needs to know no more of PyTorch's than the shape of its result.
+_ops = torch.library.Library("tide_hf", "FRAGMENT")
+_ops.define(
+    "flash_decode(Tensor query, Tensor key, Tensor value, Tensor end, Tensor query_ends, Tensor slot_ends, "
+    "float? scale) -> Tensor"
+)
+
+
+def _flash_decode(
+    query: Tensor, key: Tensor, value: Tensor, end: Tensor, query_ends: Tensor, slot_ends: Tensor, scale: float | None
+) -> Tensor:
+    tokens, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
+    sizes: Any = (query.shape[2], key.shape[2])
+    # Without dropout, causal from the last filled slot on, without a mask for debugging.
+    options = (*sizes, 0.0, True, False)
+    lengths = end.to(torch.int32).reshape(1)
+    output = aten._flash_attention_forward(
+        tokens, keys, values, query_ends, slot_ends, *options, scale=scale, seqused_k=lengths
+    )[0]
+    return output[None]
+
+
+def _fake_flash_decode(query: Tensor, *_: Any) -> Tensor:
+    rows, heads, width, size = query.shape
+    return query.new_empty((rows, width, heads, size))
+
+
+_ops.impl("flash_decode", _flash_decode, "CompositeExplicitAutograd")
+torch.library.register_fake("tide_hf::flash_decode", _fake_flash_decode, lib=_ops)
