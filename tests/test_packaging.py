@@ -7,7 +7,7 @@ import tarfile
 from zipfile import ZipFile
 
 import pytest
-from repository import ROOT, SHIPPED
+from repository import CARDS, ROOT
 
 pytest.importorskip("setuptools", minversion="77")
 
@@ -41,9 +41,7 @@ def built(tmp_path_factory):
 
 def test_the_wheel_holds_the_package_and_the_shipped_routers(built):
     _, wheel = built
-    shipped = {str(path.relative_to(ROOT)) for path in SHIPPED.rglob("*") if path.is_file()} - files_in(
-        SHIPPED / "plots"
-    )
+    shipped = files_in(ROOT / "model_cards").difference(*(files_in(folder / "plots") for folder in CARDS))
     routers = {f"tide_hf/{name}" for name in shipped}
     kernels = files_in(ROOT / "hub_kernels" / "tide-kernels")  # of which the package has a link
     kernels = {name for name in kernels if "/tide_kernels_cpu/" in name or "/torch-ext/tide_kernels/" in name}
@@ -54,5 +52,5 @@ def test_the_wheel_holds_the_package_and_the_shipped_routers(built):
 
 def test_the_source_archive_holds_what_the_readme_speaks_of(built):
     source, _ = built
-    assert source >= files_in(ROOT / "tests") | files_in(SHIPPED / "plots") | files_in(ROOT / "examples" / "guides")
+    assert source >= files_in(ROOT / "tests") | files_in(ROOT / "model_cards") | files_in(ROOT / "examples" / "guides")
     assert source >= {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "examples/quickstart.py"}

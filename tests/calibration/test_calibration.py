@@ -191,6 +191,8 @@ def no_work(monkeypatch):
         ({"exit_layers": [9]}, "exit layer out of range"),
         ({"exit_layers": 2}, "exit_layers makes no sense: got 2. Expected a list"),
         ({"draft_vocab_size": "all"}, "draft_vocab_size makes no sense: got 'all'"),
+        ({"draft_intermediate_size": 0}, "draft_intermediate_size makes no sense: got 0"),
+        ({"draft_intermediate_size": 8, "exit_strategy": "linear"}, "got 8. Expected None without a draft head"),
         ({"translator_rank": 33}, "translator_rank makes no sense: got 33. Expected at most 32"),
         ({"seed": 2**70}, "seed makes no sense: got a number beyond 64 bits"),
         ({"notes": {"x": object()}}, "notes makes no sense: got Object of type object is not JSON serializable"),

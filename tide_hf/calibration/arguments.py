@@ -33,6 +33,7 @@ class Settings:
     exit_layers: Sequence[int] | None
     translator_rank: int | None
     draft_vocab_size: int | None
+    draft_intermediate_size: int | None = None
     start_from: str | None = None  # hash of the draft head that is trained further
 
 
@@ -50,8 +51,13 @@ def check_arguments(
     check_share("tolerance", tolerance, usual=0.02)
     check_share("confidence", confidence, usual=0.95)
     check_counts(**{name: getattr(settings, name) for name in ("samples", "max_length", "batch_size")})
-    sizes = {name: getattr(settings, name) for name in ("translator_rank", "draft_vocab_size")}
+    names = ("translator_rank", "draft_vocab_size", "draft_intermediate_size")
+    sizes = {name: getattr(settings, name) for name in names}
     check_counts(**{name: size for name, size in sizes.items() if size is not None})
+    width = settings.draft_intermediate_size
+    if width is not None and settings.exit_strategy != "eagle3":
+        do = "Leave it out, or pass exit_strategy='eagle3'."
+        raise _unusable("draft_intermediate_size", width, "None without a draft head", do)
     check_minutes(max_minutes)
     layers, seed = settings.exit_layers, settings.seed
     if layers is not None and (isinstance(layers, str) or not isinstance(layers, Iterable)):

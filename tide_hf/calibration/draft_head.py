@@ -29,6 +29,7 @@ from ..routers.draft_head import DraftHead, rotate
 from ..routers.exit_points import logit_of
 from ..routers.routers import TIDERouters
 from ..speculation.exits import MAX_EXITS
+from .arguments import Settings
 from .documents import TokenBatch
 from .draft_exits import UNKNOWN, DraftExits
 from .heads import FrequentUnembed, round_weights
@@ -63,10 +64,12 @@ class TappedBatch(TokenBatch):
     top: Tensor  # (rows, length) the full model's token after each counted position
 
 
-def draft_head_shape(model: PreTrainedModel, structure: DecoderStructure, draft_vocab_size: int) -> dict[str, Any]:
+def draft_head_shape(
+    model: PreTrainedModel, structure: DecoderStructure, draft_vocab_size: int, intermediate_size: int | None = None
+) -> dict[str, Any]:
     """The shape of a draft head for `model`: attention and MLP as in its layers, as far as its config names them.
 
-    It taps a low, a middle and the last hidden state.
+    It taps a low, a middle and the last hidden state. `intermediate_size` is another width of the MLP.
     """
     config, size, layers = model.config.get_text_config(), structure.hidden_size, structure.num_layers
     embedding = getattr(model.get_input_embeddings(), "embedding_dim", None)
@@ -80,7 +83,7 @@ def draft_head_shape(model: PreTrainedModel, structure: DecoderStructure, draft_
     heads = getattr(config, "num_attention_heads", None) or max(1, size // HEAD_DIM)
     return {
         "hidden_size": size,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * size,
+        "intermediate_size": intermediate_size or getattr(config, "intermediate_size", None) or 4 * size,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,  # grouped ones would pass on too little of the embedding
         "head_dim": max(2, size // heads // 2 * 2),
@@ -97,20 +100,28 @@ def draft_head_shape(model: PreTrainedModel, structure: DecoderStructure, draft_
 
 
 def head_to_train_further(
-    start_from: TIDERouters | str | os.PathLike[str], model: PreTrainedModel, exit_strategy: str
+    start_from: TIDERouters | str | os.PathLike[str], model: PreTrainedModel, settings: Settings
 ) -> TIDERouters:
     """The routers whose draft head is trained further, loaded if `start_from` is a folder or Hub repository."""
     routers = start_from if isinstance(start_from, TIDERouters) else TIDERouters.from_pretrained(start_from)
     routers.check_base_model(model)
     head = routers.draft_head
-    if head is None or head.config.has_embedding or exit_strategy != "eagle3":
+    if head is None or head.config.has_embedding or settings.exit_strategy != "eagle3":
         kind = "no draft head" if head is None else "a draft head"
         embedding = " with embeddings of its own" if head is not None and head.config.has_embedding else ""
         raise ConfigurationError(
             "start_from works with draft heads that read the base model's embeddings, since no others are trained",
-            got=f"routers with {kind}{embedding}, and {exit_strategy=}",
+            got=f"routers with {kind}{embedding}, and exit_strategy={settings.exit_strategy!r}",
             expected="routers with a draft head that calibrate() made, and exit_strategy='eagle3'",
             do="Pass both, or leave start_from out to train a new draft head.",
+        )
+    width = settings.draft_intermediate_size
+    if width not in (None, head.config.intermediate_size):
+        raise ConfigurationError(
+            "a draft head that is trained further keeps its shape",
+            got=f"draft_intermediate_size={width}",
+            expected=f"{head.config.intermediate_size}, as in start_from, or None",
+            do="Leave it out, or leave start_from out to train a new draft head.",
         )
     return routers
 

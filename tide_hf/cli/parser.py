@@ -95,6 +95,7 @@ CALIBRATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "tolerance": (share, 0.02, "largest share of tokens that may differ from the full model's in early_exit"),
     "confidence": (share, 0.95, "probability with which the tolerance is met"),
     "draft_vocab_size": (positive, 8192, "number of most frequent tokens that heads draft from"),
+    "draft_intermediate_size": (positive, None, "width of the draft head's MLP (default: that of the model's layers)"),
     "max_minutes": (amount, 15, "time limit in minutes"),
     "batch_size": (positive, 128, "documents per forward pass"),
     "seed": (int, 0, "random seed"),
