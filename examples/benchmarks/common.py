@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tide_hf.cli.demo_model import DEFAULT_MODEL, load_demo_model
+from tide_hf.cli.demo_model import DEFAULT_MODEL
 from tide_hf.hub.provenance import provenance
 from tide_hf.speculation.engine import Draft
+
+from . import pypi_models
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -75,7 +77,7 @@ def study_parser(
 def load_for(options: argparse.Namespace) -> tuple[Any, Any]:
     """The model and tokenizer that the arguments name, on as many threads as they say."""
     torch.set_num_threads(options.threads)
-    return load_demo_model(options.model, dtype=getattr(options, "dtype", "float32"))
+    return pypi_models.load(options.model, dtype=getattr(options, "dtype", "float32"))
 
 
 def rows_like(prompt: Tensor, rows: int) -> Tensor:

