@@ -26,11 +26,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Qwen/Qwen2.5-Coder-0.5B-Instruct": {
         "samples": 2000,
         "batch_size": 256,
-        "exit_layers": [16, 20, 22],
+        "exit_layers": [12, 18, 22],
         "translator_rank": 64,
         "draft_vocab_size": 3072,
         "draft_intermediate_size": 256,
-        "max_minutes": 40,
+        "max_minutes": 30,
     },
     # Not shipped: the Gemma Terms of Use, which hold for the model, would hold for its routers.
     "google/gemma-3-270m": {
@@ -39,7 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "exit_layers": [10, 14, 16],
         "translator_rank": 64,
         "draft_intermediate_size": 1024,
-        "max_minutes": 40,
+        "max_minutes": 30,
     },
 }
 
