@@ -17,6 +17,7 @@ from typing import Any
 
 from tide_hf.common.errors import ConfigurationError
 
+from . import gpu_report
 from .checks import failures
 from .common import FOLDER, RESULTS, precision
 from .report_plots import save_plots
@@ -47,9 +48,11 @@ def report(args: argparse.Namespace) -> None:
         ConfigurationError: Results are missing, cannot be read, or failed their token check; or `--check` found other
             tables.
     """
-    records = read_results(args.results)
-    sections = sections_of(records)
-    marked = {f"{prefix_of(args.results, records)}{name}": content for name, content in sections.items()}
+    is_of_gpu = (args.results / gpu_report.SPEED).is_file()
+    records = {} if is_of_gpu else read_results(args.results)
+    sections = gpu_report.sections(args.results) if is_of_gpu else sections_of(records)
+    prefix = "" if is_of_gpu else prefix_of(args.results, records)
+    marked = {f"{prefix}{name}": content for name, content in sections.items()}
     for page in args.page or PAGES:
         text = page.read_text(encoding="utf-8")
         rendered = fill(text, marked)
@@ -62,7 +65,7 @@ def report(args: argparse.Namespace) -> None:
                 expected=f"those of {args.results.name}",
                 do="Run: python -m examples.benchmarks report",
             )
-    if args.check:
+    if args.check or is_of_gpu:
         return
     (args.results / "REPORT.md").write_text(whole(sections), encoding="utf-8")
     save_plots(records, args.results / "plots", digest(args.results))

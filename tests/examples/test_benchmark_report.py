@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from examples.benchmarks import __main__ as command
-from examples.benchmarks import report
+from examples.benchmarks import gpu_speed, report
 from examples.benchmarks.common import RESULTS
 from examples.benchmarks.suites import decode
 
@@ -49,7 +49,7 @@ def test_only_the_text_between_known_markers_is_replaced(results, tmp_path, caps
     assert text.startswith("a\n<!-- report: speed -->\n\n|  | chat |")
     assert text.endswith("|\n\n<!-- end of speed -->\nb\n<!-- report: x -->\n<!-- end of x -->")
     assert reported(results, readme, "--check") == 0
-    smaller = {path.name for path in RESULTS.iterdir() if path.is_dir()} - {"quick"}
+    smaller = {path.name for path in RESULTS.iterdir() if path.is_dir()} - {"quick"}  # each has a table of speeds
     pages = "".join(page.read_text(encoding="utf-8") for page in report.PAGES)
     assert [name for name in smaller if f"<!-- report: {name}-speed -->" not in pages] == []
 
@@ -67,6 +67,16 @@ def test_the_pages_show_the_committed_results(folder):
     for plot in plots:
         with Image.open(plot) as image:
             assert image.text["Source"] == report.digest(RESULTS / folder)
+
+
+def test_the_pages_show_the_committed_run_on_a_gpu():
+    assert command.main(["report", "--results", str(RESULTS / "gpu"), "--check"]) == 0
+    lines = json.loads((RESULTS / "gpu" / "speed.json").read_text())["models"][gpu_speed.LLAMA]["lines"]
+    ours, plain = (lines[name]["ms_per_token"] for name in ("our plain decoding", "eager generate"))
+    assert f"takes {ours:.1f} ms a token without drafts, `generate` {plain:.1f} (" in report.README.read_text()
+    leads = [abs(found["lead"]) for line in lines.values() for found in line.get("divergences", [])]
+    guide = next(page for page in report.PAGES if page.name == "measuring.md").read_text()
+    assert f"its token led by {max(leads):.2f} at most" in guide
 
 
 def test_what_the_pages_say_beside_other_engines_was_measured():
