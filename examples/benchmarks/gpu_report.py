@@ -39,8 +39,8 @@ def sections(folder: Path) -> dict[str, str]:
 def origin(facts: dict[str, Any], provenance: dict[str, Any], speed: dict[str, Any]) -> str:
     """Model, device, versions and commit, in a sentence."""
     return (
-        f"{facts['gpu']}, {speed['copy_bandwidth'] / 1e12:.2f} TB/s in a copy; a random model of Llama 3.1 8B's shape in "
-        f"bfloat16, {speed['options']['prompt']} tokens of prompt, {speed['options']['tokens']} new ones; "
+        f"{facts['gpu']}, {speed['copy_bandwidth'] / 1e12:.2f} TB/s in a copy; a random model of Llama 3.1 8B's "
+        f"shape in bfloat16, {speed['options']['prompt']} tokens of prompt, {speed['options']['tokens']} new ones; "
         f"{provenance['date'][:10]}, commit {provenance['commit'][:7]}, torch {facts['torch']}, "
         f"transformers {facts['transformers']}."
     )
