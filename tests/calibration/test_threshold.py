@@ -13,13 +13,13 @@ from tide_hf.calibration.threshold import (
     Decisions,
     choose_threshold,
     clopper_pearson,
-    draft_cost,
     exit_rates_within,
     hoeffding_bentkus_p_value,
     mean_interval,
     useful_exit_layers,
 )
 from tide_hf.routers.config import NEVER_EXIT
+from tide_hf.speculation.policy import draft_cost
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

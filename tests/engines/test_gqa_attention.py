@@ -8,7 +8,8 @@ from families import SDPA, VOCAB, tiny_model
 from recorded import KeyHeads
 
 from tide_hf.base_model.structure import CACHE
-from tide_hf.engines.gqa_attention import NAME, gqa_attention
+from tide_hf.engines import gqa_attention as attention
+from tide_hf.engines.gqa_attention import NAME, attend, filled_up_to, gqa_attention, reading_lengths
 
 
 @torch.no_grad()
@@ -78,3 +79,25 @@ def test_it_stays_until_the_last_thread_is_done(tiny_llama):
     thread.join()
     assert found == [NAME]
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("may_read", "change", "reads"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"mask": torch.zeros(1, 1, 2, 8)}, False),  # may hold biases
+        (True, {"sliding_window": 4}, False),
+        (True, {"value": torch.randn(1, 2, 8, 6)}, False),
+    ],
+)
+def test_lengths_on_a_device_replace_only_masks_that_hide_no_more(may_read, change, reads, monkeypatch):
+    calls = []
+    monkeypatch.setattr(attention, "flash_decode", lambda query, *_: calls.append(0) or query.transpose(1, 2))
+    values = {"mask": torch.ones(1, 1, 2, 8, dtype=torch.bool), "value": torch.randn(1, 2, 8, 4)} | change
+    query, key = torch.randn(1, 4, 2, 4), torch.randn(1, 2, 8, 4)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    with reading_lengths(may_read), filled_up_to(torch.tensor(8, device="meta")):  # as on a device
+        attend(module, query, key, values.pop("value"), values.pop("mask"), **values)
+    assert bool(calls) == reads

@@ -98,8 +98,10 @@ SURE, NOTHING = (0.9, 15), (0.0, 0)
         # A wide pass costs the same however many rows have a draft.
         (costs({2: 13.0, 16: 60.0}), [ngrams(SURE, NOTHING, NOTHING, NOTHING)], None),
         (costs({2: 13.0, 16: 60.0}), [ngrams(SURE, SURE, SURE, NOTHING)], "n-gram"),
-        # A draft step is taken to cost its share of the layers, and the whole output head.
+        # A draft step is taken to cost its share of the layers, and of the output head the draft vocabulary's.
         (costs(head_share=0.21), [head((0.22, 15))], None),
+        (costs(head_share=0.28), [head((0.39, 15), exit_layer=0)], None),
+        (costs(head_share=0.28, vocab_share=0.02), [head((0.39, 15), exit_layer=0)], "exit layer 0"),
         (costs(head_share=0.21), [head((0.6, 15))], "exit layer 4"),
     ],
 )

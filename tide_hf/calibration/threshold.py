@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ..base_model.structure import DecoderStructure
 from ..routers.config import NEVER_EXIT
-from ..speculation.policy import DRAFT_LENGTHS, MIN_GAIN, expected_tokens
+from ..speculation.policy import DRAFT_LENGTHS, MIN_GAIN, draft_cost, expected_tokens
 
 RESAMPLES = 1000
 RESAMPLED_AT_ONCE = 2**20  # maximum number of items drawn at once, over several resamples: 8 MB per column
@@ -250,14 +250,6 @@ def candidates_on(
         layer: Candidate(agreement, draft_cost(layer, structure.num_layers, structure.head_share, vocab_share), rate)
         for (layer, rate), agreement in zip(rates.items(), agreements, strict=True)
     }
-
-
-def draft_cost(exit_layer: int, num_layers: int, head_share: float, vocab_share: float) -> float:
-    """Cost of a draft step in full-depth passes over one token, proportional to the weights read.
-
-    `head_share`: output head's share of a full pass's weights; `vocab_share`: draft vocabulary's share of all tokens.
-    """
-    return (1 - head_share) * exit_layer / num_layers + head_share * vocab_share
 
 
 def exit_rates_within(decisions: Decisions, tolerance: float) -> dict[int, float]:

@@ -126,9 +126,8 @@ def attend(
         may_prefill = end is None and _may_use_kernels.get() and (is_masked or _is_causal(module, kwargs))
         if may_prefill and not _needs_pytorch(query, key, value):
             found = prefill_sdpa(query, key, value, attention_mask, scale)
-        end_on_device, is_usual = _end_on_device.get(), key.shape == value.shape and not kwargs.get("sliding_window")
-        if end_on_device is not None and is_usual:
-            found = flash_decode(query, key, value, end_on_device, scale)
+        if found is None and attention_mask is not None:
+            found = _attend_by_length(query, key, value, attention_mask, kwargs)
         if found is None and attention_mask is not None:
             found = attend_grouped(query, key, value, attention_mask, scale, end)
     if found is None:
@@ -147,6 +146,15 @@ def _is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether attention without a mask is causal."""
     is_causal = kwargs.get("is_causal")
     return getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+
+def _attend_by_length(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """Attention that reads the number of filled slots on a GPU, within [`reading_lengths`]; `None` elsewhere."""
+    end = _end_on_device.get()
+    has_bias, has_window = mask.dtype is not torch.bool, bool(kwargs.get("sliding_window"))
+    if end is None or has_bias or has_window or key.shape != value.shape:
+        return None
+    return flash_decode(query, key, value, end, kwargs.get("scaling"))
 
 
 def attend_grouped(

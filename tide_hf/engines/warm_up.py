@@ -16,7 +16,7 @@ from ..depth.linear_gate import weight_dtypes
 from ..kernels.cpu.cpp_kernels import DTYPES, are_ready, build_kernels
 from ..speculation.attachment import Attachment, head_priors
 from ..speculation.engine import UNREAD, Draft, DraftEngine
-from ..speculation.policy import FEWEST_PLAIN, CostTable, Option, choose
+from ..speculation.policy import FEWEST_PLAIN, Option, choose
 from ..speculation.rows import RowCriterion
 from .steps.step_buffers import WIDTHS
 
@@ -181,7 +181,7 @@ def _run(
 
 def _layers_to_draft(attachment: Attachment, engine: DraftEngine) -> list[int]:
     """The exit layer that the policy would choose if costs were proportional to depth, in a list; may be empty."""
-    costs = CostTable(attachment.structure.num_layers, attachment.structure.head_share, WIDTHS)
+    costs = attachment.unmeasured_costs(WIDTHS)
     for _ in range(1 + FEWEST_PLAIN):  # the first measurement is discarded
         costs.record(("verify", 1), 1.0)
     priors = head_priors(attachment, engine)

@@ -97,11 +97,16 @@ class Attachment:
         if key not in self.costs:
             larger = [rows for *known, rows in list(self.costs) if known == [engine, widths] and rows > num_rows]
             self.costs[key] = (
-                self.costs[engine, widths, min(larger)].resized()
-                if larger
-                else CostTable(self.structure.num_layers, self.structure.head_share, widths)
+                self.costs[engine, widths, min(larger)].resized() if larger else self.unmeasured_costs(widths)
             )
         return self.costs[key]
+
+    def unmeasured_costs(self, widths: tuple[int, ...]) -> CostTable:
+        """Costs before any pass, proportional to the weights that it reads."""
+        vocab_size, head = self.structure.vocab_size, self.draft_head
+        chosen_from = self.config.draft_vocab_size if head is None else head.config.draft_vocab_size
+        vocab_share = (chosen_from or vocab_size) / vocab_size
+        return CostTable(self.structure.num_layers, self.structure.head_share, vocab_share, widths)
 
     def in_vocabulary(self, prompt: Iterable[int]) -> list[int]:
         """The prompt as drafters see it: the token id of an image placeholder may lie outside the vocabulary."""

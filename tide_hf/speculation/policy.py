@@ -35,6 +35,14 @@ PLAIN: CostKey = ("verify", 1)
 _lock = Lock()  # shared by all tables, since a table with its own lock could not be copied
 
 
+def draft_cost(exit_layer: int, num_layers: int, head_share: float, vocab_share: float) -> float:
+    """Cost of a draft step in full-depth passes over one token, proportional to the weights read.
+
+    `head_share`: output head's share of a full pass's weights; `vocab_share`: draft vocabulary's share of all tokens.
+    """
+    return (1 - head_share) * exit_layer / num_layers + head_share * vocab_share
+
+
 class CostTable:
     """Running estimates of pass costs on this machine, in milliseconds. Calls in several threads may share a table.
 
@@ -49,11 +57,15 @@ class CostTable:
     Args:
         num_layers: Decoder layers of the base model, for the prior of a draft step.
         head_share: Share of the output head in the weights of a pass, for the same prior.
+        vocab_share: Share of all tokens that drafts choose from, for the same prior.
         widths: Widths to which verify passes are padded; empty if a pass may have any width.
     """
 
-    def __init__(self, num_layers: int, head_share: float = 0.0, widths: Sequence[int] = ()) -> None:
-        self.num_layers, self.head_share, self.widths = num_layers, head_share, tuple(widths)
+    def __init__(
+        self, num_layers: int, head_share: float = 0.0, vocab_share: float = 1.0, widths: Sequence[int] = ()
+    ) -> None:
+        self.num_layers, self.head_share, self.vocab_share = num_layers, head_share, vocab_share
+        self.widths = tuple(widths)
         self._samples: dict[CostKey, deque[float]] = {}  # in multiples of a plain pass
         self._medians: dict[CostKey, float] = {}
         self._estimates: dict[CostKey, float] = {}  # cached until the next change, since every round reads them
@@ -66,7 +78,7 @@ class CostTable:
 
     def resized(self) -> CostTable:
         """A table for a batch of another size, with these costs as a first guess."""
-        table = CostTable(self.num_layers, self.head_share, self.widths)
+        table = CostTable(self.num_layers, self.head_share, self.vocab_share, self.widths)
         with _lock:
             if self._plain_ms:
                 table._plain_ms.extend([self._pace] * FEWEST_PLAIN)
@@ -129,8 +141,8 @@ class CostTable:
         key = ("draft", exit_layer)
         with _lock:
             if key not in self._estimates:
-                share = self.head_share + (1 - self.head_share) * exit_layer / self.num_layers
-                self._estimates[key] = self._blend(key, share)
+                cost = draft_cost(exit_layer, self.num_layers, self.head_share, self.vocab_share)
+                self._estimates[key] = self._blend(key, cost)
             return self._estimates[key] * self._pace
 
     def _record(self, key: CostKey, cost: float, num_passes: int, is_usual: bool) -> None:

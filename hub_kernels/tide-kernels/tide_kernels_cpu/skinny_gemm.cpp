@@ -63,20 +63,22 @@ using Lanes = AsFloats<Weight>;
 
 // A tile of accumulators has kTile rows of the input by kBlock rows of the weights, as many as fit into registers. With
 // few rows of the input, products are memory-bound, and memory streams best with few rows of weights at a time: one for
-// a single row of the input, two for up to kFew rows (with one, four bfloat16 tokens stall on latency: a third slower).
-// A register of int8 weights takes a quarter of the bytes, so four rows at a time keep up, if kFour rows of the input
-// leave registers for them. Scales of groups take registers as well.
+// a single row of the input, and for up to kFewFloats in float32 (with two, a pass over two to four tokens takes a fifth
+// longer); two for up to kFew rows (with one, four bfloat16 tokens stall on latency: a third slower). A register of int8
+// weights takes a quarter of the bytes, so four rows at a time keep up, if kFour rows of the input leave registers for
+// them. Scales of groups take registers as well.
 #if defined(CPU_CAPABILITY_AVX512)
-constexpr int kTile = 8, kFew = 4, kFour = 4, kFourGrouped = 4, kBlock = 3;
+constexpr int kTile = 8, kFew = 4, kFewFloats = 6, kFour = 4, kFourGrouped = 4, kBlock = 3;
 #elif defined(CPU_CAPABILITY_AVX2)
-constexpr int kTile = 4, kFew = 3, kFour = 2, kFourGrouped = 0, kBlock = 3;
+constexpr int kTile = 4, kFew = 3, kFewFloats = 4, kFour = 2, kFourGrouped = 0, kBlock = 3;
 #else
-constexpr int kTile = 8, kFew = 4, kFour = 2, kFourGrouped = 0, kBlock = 2;
+constexpr int kTile = 8, kFew = 4, kFewFloats = 1, kFour = 2, kFourGrouped = 0, kBlock = 2;
 #endif
 template <class Weight, bool kIsGrouped>
 constexpr int rows_at_once(int rows) {
   if (kIsGrouped) return rows <= kFourGrouped ? 4 : 2;
   if (std::is_same_v<Weight, int8_t> && rows <= kFour) return 4;
+  if (std::is_same_v<Weight, float> && rows <= kFewFloats) return 1;
   return rows == 1 ? 1 : rows <= kFew ? 2 : kBlock;
 }
 
