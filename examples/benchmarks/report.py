@@ -48,11 +48,20 @@ def report(args: argparse.Namespace) -> None:
         ConfigurationError: Results are missing, cannot be read, or failed their token check; or `--check` found other
             tables.
     """
-    is_of_gpu = (args.results / gpu_report.SPEED).is_file()
-    records = {} if is_of_gpu else read_results(args.results)
-    sections = gpu_report.sections(args.results) if is_of_gpu else sections_of(records)
-    prefix = "" if is_of_gpu else prefix_of(args.results, records)
-    marked = {f"{prefix}{name}": content for name, content in sections.items()}
+    if (args.results / gpu_report.SPEED).is_file():
+        _fill_pages(gpu_report.sections(args.results), args)
+        return
+    records = read_results(args.results)
+    sections = sections_of(records)
+    _fill_pages({f"{prefix_of(args.results, records)}{name}": content for name, content in sections.items()}, args)
+    if args.check:
+        return
+    (args.results / "REPORT.md").write_text(whole(sections), encoding="utf-8")
+    save_plots(records, args.results / "plots", digest(args.results))
+
+
+def _fill_pages(marked: dict[str, str], args: argparse.Namespace) -> None:
+    """Put the sections into the pages; with `--check`, raise where a page shows something else."""
     for page in args.page or PAGES:
         text = page.read_text(encoding="utf-8")
         rendered = fill(text, marked)
@@ -65,10 +74,6 @@ def report(args: argparse.Namespace) -> None:
                 expected=f"those of {args.results.name}",
                 do="Run: python -m examples.benchmarks report",
             )
-    if args.check or is_of_gpu:
-        return
-    (args.results / "REPORT.md").write_text(whole(sections), encoding="utf-8")
-    save_plots(records, args.results / "plots", digest(args.results))
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:

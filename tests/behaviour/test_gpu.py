@@ -122,7 +122,7 @@ def test_one_launch_a_step_and_one_wait_a_round(options):
     graphs, waits, rounds, drafted = (after - before for before, after in zip(short, long, strict=True))
     assert rounds > 0
     assert graphs == rounds + drafted
-    assert waits <= rounds  # the last round of a call may be read with what ends it
+    assert waits <= rounds  # greedy decoding was seen to wait once less; why is not known
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

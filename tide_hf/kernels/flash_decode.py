@@ -1,7 +1,7 @@
 """Attention over a static cache on a GPU, which reads the number of filled slots on the device.
 
 PyTorch's FlashAttention takes that number as a tensor, so a captured step needs no mask, and reads filled slots alone.
-On an H100 it takes 50 to 60 us where attention with a mask takes 80 to 210, by the number of slots (8B shape).
+Called by itself on an H100 it takes 42 to 89 us where attention with a mask takes 78 to 230, for 256 to 4,096 slots.
 """
 
 from __future__ import annotations

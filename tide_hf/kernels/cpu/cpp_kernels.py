@@ -100,7 +100,7 @@ def spare_probes() -> None:
 
     kept = cache_folder() / "kernels"
     files = [Path(str(module.__file__)) for module in _loaded.values() if module is not None]
-    if any(file.is_relative_to(kept) or file.is_relative_to(temporary_folder()) for file in files):
+    if any(file.is_relative_to(kept) for file in files):
         with config.patch({"cpp.vec_isa_ok": True}):
             cpu_vec_isa.valid_vec_isa_list()  # keeps its result
 
