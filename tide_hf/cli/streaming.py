@@ -134,7 +134,7 @@ def coloured(pieces: Iterable[tuple[str, str]], rejected: str = "") -> Text:
 def legend(run: Run) -> Text:
     """Legend of the colours, with the number of tokens in each, and of the draft tokens that were rejected."""
     stats: Any = run.stats
-    counts = Counter(map(kind_of, _sources(run)))
+    counts = Counter(map(kind_of, stats.sources[0]))
     parts = [
         Text(f"\N{BLACK SQUARE} {kind}: {counts[kind]}", style=colour.terminal)
         for kind, colour in source_colours(counts).items()
@@ -146,22 +146,23 @@ def legend(run: Run) -> Text:
 
 def _figures(run: Run) -> Group:
     """Tokens and speed of an answer, and below them the legend of an attached model's."""
-    warm_up_s = run.stats.warm_up_s if run.stats is not None else 0.0
-    speed = len(run.new_tokens) / (run.seconds - warm_up_s)
-    figures = Text(f"{len(run.new_tokens)} tokens, {speed:.1f} tokens/s", style="dim")
+    figures = Text(_speed(run), style="dim")
     return Group(figures) if run.stats is None else Group(figures, legend(run))
+
+
+def _speed(run: Run) -> str:
+    tokens = len(run.new_tokens)
+    return f"{tokens} tokens, {tokens / (run.seconds - run.warm_up_s):.1f} tokens/s"
 
 
 def print_figures(run: Run, console: Console) -> None:
     """Print the legend, and the speed and depth of the answer."""
     stats: Any = run.stats
-    tokens = len(run.new_tokens)
     console.print(Padding.indent(legend(run), 2))
-    speed = f"{tokens / (run.seconds - stats.warm_up_s):.1f} tokens/s"
     layers = f"{stats.depth_fraction * stats.num_layers:.1f} of {stats.num_layers} layers per token"
-    figures = f"  {stats.mode}: {tokens} tokens, {speed}, {layers}"
-    if stats.warm_up_s:
-        figures += f"; {stats.warm_up_s:.1f} s before that to warm up engine={stats.engine!r}"
+    figures = f"  {stats.mode}: {_speed(run)}, {layers}"
+    if run.warm_up_s:
+        figures += f"; {run.warm_up_s:.1f} s before that to warm up engine={stats.engine!r}"
     console.print(figures, style="dim", highlight=False)
 
 
@@ -173,8 +174,3 @@ def answer_record(method: DecodingMethod, tokenizer: Any, run: Run) -> dict[str,
 
 def _without_controls(text: str) -> str:
     return CONTROLS.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
-def _sources(run: Run) -> list[str]:
-    stats: Any = run.stats
-    return stats.sources[0]

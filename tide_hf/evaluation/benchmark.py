@@ -57,6 +57,11 @@ class Run:
         """New tokens per second, prefill included."""
         return len(self.new_tokens) / self.seconds
 
+    @property
+    def warm_up_s(self) -> float:
+        """The seconds of engine warm-up among them; 0 without TIDE."""
+        return self.stats.warm_up_s if self.stats is not None else 0.0
+
     def to_dict(self) -> dict[str, Any]:
         """Tokens, times and statistics, ready for JSON."""
         figures = {"tokens": self.new_tokens, "seconds": self.seconds, "tokens_per_s": self.tokens_per_s}
@@ -179,9 +184,8 @@ def _warm_run(result: Result, inputs: dict[str, torch.Tensor], max_new_tokens: i
     for _ in range(MAX_WARM_UPS):
         forget_answers(result.method.model)
         run = timed_run(result.method, inputs, max_new_tokens)
-        warm_up_s = run.stats.warm_up_s if run.stats is not None else 0.0
-        result.warm_up_s += warm_up_s
-        if not warm_up_s:
+        result.warm_up_s += run.warm_up_s
+        if not run.warm_up_s:
             break
     return run
 
