@@ -6,9 +6,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
+from torch._inductor import codecache
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import KernelError
@@ -22,6 +24,7 @@ DTYPE = torch.float32
 # Loading a truncated library would end the process, so this runs in another one.
 LATER_PROCESS = """
 import torch
+from torch._inductor import codecache
 from tide_hf.kernels.cpu import cpp_kernels as kernels, weight_layouts
 kernels._built = None
 print(kernels.are_ready(torch.float32), kernels.are_ready(torch.bfloat16))
@@ -338,3 +341,28 @@ def test_the_first_call_of_a_fresh_process_uses_a_ready_made_build(shared_kernel
         FIRST_CALL, str(tiny_model_folder), LOCAL_KERNELS=f"{KERNELS_REPO}={tmp_path}", TIDE_HF_HOME=str(tmp_path)
     )
     assert found.stdout.strip() == "{'PlainWeight'}", found.stderr
+
+
+def test_inductors_header_is_precompiled_while_the_first_graph_is_traced(home, monkeypatch):
+    monkeypatch.delenv(compile_cache.VARIABLE, raising=False)
+    begun, traced = Event(), Event()
+    calls = []
+
+    def load(*_args):
+        calls.append(compile_cache.compile_cache_folder())
+        begun.set()
+        assert traced.wait(60)
+        raise RuntimeError("no compiler")  # which is reported elsewhere
+
+    monkeypatch.setattr(codecache.CppPythonBindingsCodeCache, "load_pybinding_async", load)
+    for _ in range(2):  # again, since there is no header yet
+        begun.clear(), traced.clear()
+        with compile_cache.compiling(), kernels.precompiling_header():
+            assert begun.wait(60)
+            traced.set()
+    headers = home / "inductor" / compile_cache.HEADER_FOLDER
+    headers.mkdir()
+    (headers / "some.h.gch").touch()
+    with compile_cache.compiling(), kernels.precompiling_header():
+        pass
+    assert calls == [home / "inductor"] * 2

@@ -25,6 +25,7 @@ from ..common.files import cache_folder, is_private_folder, make_private_folder
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 HEADERS = ("_HEADER_DIR", "_HEADER_LOCK_DIR", "_precompile_header")  # attributes of Inductor's codecache
+HEADER_FOLDER = "precompiled_headers"
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ def _headers_in(folder: Path) -> Iterator[None]:
         with config.patch(cpp_cache_precompile_headers=False):
             yield
         return
-    headers = folder / "precompiled_headers"
+    headers = folder / HEADER_FOLDER
     values = (str(headers), str(headers / "locks"), _precompiler(folder))
     before = {name: getattr(codecache, name) for name in HEADERS}
     try:

@@ -28,6 +28,7 @@ from ...common.errors import first_line
 from ...depth.fused_layers import FusedLayer, run_layer
 from ...depth.gates import LayerGate
 from ...kernels.compile_cache import compiling
+from ...kernels.cpu.cpp_kernels import precompiling_header
 from ..gqa_attention import filled_up_to
 from ..warm_up import WarmUp
 from .capture import Replay, restorer
@@ -266,7 +267,7 @@ class CompiledPrefill:
 
         start, num_before, found = perf_counter(), self._graphs.num_compiled, None
         try:
-            with compiling(), torch.inference_mode(False), torch.no_grad():
+            with compiling(), precompiling_header(), torch.inference_mode(False), torch.no_grad():
                 graph, results = self._graphs.graph_of(layer, inputs, dynamic=True)
                 if self._graphs.num_compiled > num_before:
                     graph(*inputs)  # a graph that does not run is refused

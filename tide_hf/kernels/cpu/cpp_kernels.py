@@ -14,10 +14,12 @@ import shutil
 import stat
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +28,7 @@ from torch._ops import OpOverload
 
 from ...common.errors import first_line
 from ...common.files import OTHERS_WRITE, cache_folder, is_ours, is_private_folder, make_private_folder
-from ..compile_cache import temporary_folder, warn_unused
+from ..compile_cache import HEADER_FOLDER, HEADERS, compile_cache_folder, temporary_folder, warn_unused
 from ..fetch import check_files, fetch
 
 # With the types of values that stage.py knows.
@@ -103,6 +105,33 @@ def spare_probes() -> None:
     if any(file.is_relative_to(kept) for file in files):
         with config.patch({"cpp.vec_isa_ok": True}):
             cpu_vec_isa.valid_vec_isa_list()  # keeps its result
+
+
+@contextmanager
+def precompiling_header() -> Iterator[None]:
+    """Have Inductor precompile its header for CPUs, unless it has; a thread does, in seconds in which others can trace.
+
+    The context belongs inside [`compiling`].
+    """
+    from torch._inductor import codecache  # noqa: PLC0415
+    from torch._inductor.cpu_vec_isa import pick_vec_isa  # noqa: PLC0415
+
+    def precompile() -> None:
+        with suppress(RuntimeError, OSError):  # the compilation in the context fails for the same reason, and says so
+            codecache.CppPythonBindingsCodeCache.load_pybinding_async([], 'extern "C" void kernel() {}')
+
+    has_header = any((compile_cache_folder() / HEADER_FOLDER).glob("*.gch"))
+    if has_header or not all(hasattr(codecache, name) for name in HEADERS):
+        yield
+        return
+    spare_probes()
+    pick_vec_isa()  # keeps its result, and must not run in two threads
+    thread = Thread(target=precompile)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def ready_kernels(dtype: torch.dtype) -> ModuleType | None:
