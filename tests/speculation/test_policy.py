@@ -48,7 +48,7 @@ def head(*rows, exit_layer=4) -> Option:
     return Option(f"exit layer {exit_layer}", rows, exit_layer)
 
 
-def test_the_first_measurement_of_a_width_is_dropped():
+def test_the_first_measurement_of_a_width_is_no_estimate():
     table = CostTable(30)
     table.record(PLAIN, 1000.0)
     assert not table.ready
@@ -219,6 +219,13 @@ def test_on_any_machine_drafting_costs_at_most_two_percent_after_32_tokens(seed)
         rng = random.Random(number)
         later = costs_of_tokens(rng, Machine.drawn(rng), num_answers=5, length=160, change=0.3)[32:]
         assert sum(later) <= 1.02 * len(later), number
+
+
+def test_on_any_machine_a_first_short_answer_loses_little():
+    for number in range(60):
+        rng = random.Random(number)
+        first = costs_of_tokens(rng, Machine.drawn(rng), num_answers=1, length=64, change=0.0)
+        assert sum(first) <= 1.15 * len(first), number
 
 
 def test_where_drafts_pay_they_are_made():

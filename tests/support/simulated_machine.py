@@ -24,6 +24,7 @@ class Machine:
     boast: float  # factor on the odds in the head's scores
     copying: float  # share of tokens at which a copy of earlier text begins
     copied: int  # its length
+    first: float = 1.0  # factor on the cost of the process's first pass of each kind
 
     @classmethod
     def drawn(cls, rng):
@@ -39,6 +40,7 @@ class Machine:
             boast=rng.choice([0.5, 1.0, 1.0, 3.0]),
             copying=rng.choice([0.0, 0.0, 0.03, 0.1]),
             copied=rng.choice([3, 8, 30]),
+            first=rng.choice([1.0, 1.0, 1.5, 2.5]),
         )
 
 
@@ -66,11 +68,14 @@ class _Engine:
 
     reads_drafts, temperature, head_layer = True, 0.0, 0
 
-    def __init__(self, rng, machine, costs):
+    def __init__(self, rng, machine, costs, seen):
         self.rng, self.machine, self.costs, self.text = rng, machine, costs, _Text(rng, machine)
         self.position, self.spent = PROMPT_LENGTH, 0.0
+        self.seen = seen
 
     def _pay(self, key, cost):
+        cost *= 1.0 if key in self.seen else self.machine.first
+        self.seen.add(key)
         self.spent += cost
         measured = cost * max(0.5, self.rng.gauss(1.0, self.machine.noise))
         self.costs.record(key, PLAIN_MS * measured * (3.0 if self.rng.random() < self.machine.spikes else 1.0))
@@ -110,11 +115,11 @@ def costs_of_tokens(rng, machine, num_answers, length, change):
     Returns:
         What each token cost, in plain passes; the tokens of a round cost the same.
     """
-    table, learned, costs = CostTable(NUM_LAYERS), {}, []
+    table, learned, costs, seen = CostTable(NUM_LAYERS), {}, [], set()
     prior = min(0.95, max(0.05, machine.head + rng.gauss(0.0, 0.2)))
     for _ in range(num_answers):
         other = Machine.drawn(rng) if rng.random() < change else machine
-        engine = _Engine(rng, machine, table)
+        engine = _Engine(rng, machine, table, seen)
         drafter = HybridDrafter([engine.text.tokens[:]], lambda _: table, {0: prior}, engine, learned)
         drafter.observe(0, Draft(), engine.verify([]), 0)
         left, engine.spent = length, 0.0

@@ -24,9 +24,9 @@ STALE = 128  # number of verify passes without a plain pass after which a plain 
 SURPRISE = 1.3  # a cost this many times its estimate calls for a plain pass, which shows the machine's present pace
 
 # What drafting may lose, in plain passes. Estimates can be wrong, and machine and text can change.
-FIRST_CREDIT = 4.0
+FIRST_CREDIT = 3.0
 MAX_CREDIT = 8.0  # gains beyond this are not set off against later losses
-CREDIT_SHARE = 0.005  # further credit for each token
+CREDIT_SHARE = 0.01  # further credit for each token
 MAX_BOOKED = 4.0  # a pass is booked as this multiple of its estimate at most, lest one interruption end drafting
 
 CostKey = tuple[str, int]
@@ -91,17 +91,18 @@ class CostTable:
     def record(self, key: CostKey, milliseconds: float, num_passes: int = 1, *, is_usual: bool = True) -> None:
         """Add the mean cost of `num_passes` passes. One that is not usual is booked, but estimates ignore it.
 
-        The first of each key is dropped, since it includes allocations and kernel choices.
+        The first of each key is booked alone, since it includes allocations and kernel choices.
         """
         with _lock:
             if key == PLAIN:
                 self._record_plain(milliseconds)
                 return
             self._since_plain += key[0] == "verify"
-            if key not in self._samples:
+            is_first = key not in self._samples
+            if is_first:
                 self._samples[key] = deque(maxlen=SAMPLES)
-            elif self.ready:
-                self._record(key, milliseconds / self._pace, num_passes, is_usual)
+            if self.ready:
+                self._record(key, milliseconds / self._pace, num_passes, is_usual and not is_first)
 
     @property
     def ready(self) -> bool:
@@ -141,13 +142,12 @@ class CostTable:
         key = ("draft", exit_layer)
         with _lock:
             if key not in self._estimates:
-                cost = draft_cost(exit_layer, self.num_layers, self.head_share, self.vocab_share)
-                self._estimates[key] = self._blend(key, cost)
+                self._estimates[key] = self._blend(key, self._prior(key))
             return self._estimates[key] * self._pace
 
     def _record(self, key: CostKey, cost: float, num_passes: int, is_usual: bool) -> None:
         usual = self._medians.get(key, cost)
-        self._spent += num_passes * min(cost, MAX_BOOKED * usual)
+        self._spent += num_passes * min(cost, MAX_BOOKED * self._medians.get(key, self._prior(key)))
         if not is_usual:
             return
         is_comparable = self._since_plain <= COMPARABLE
@@ -181,6 +181,13 @@ class CostTable:
 
     def _verify(self, width: int) -> float:
         return self._blend(("verify", width), self._interpolate(width))
+
+    def _prior(self, key: CostKey) -> float:
+        """What a pass is expected to cost before it is measured."""
+        kind, size = key
+        if kind == "verify":
+            return self._interpolate(size)
+        return draft_cost(size, self.num_layers, self.head_share, self.vocab_share)
 
     def _blend(self, key: CostKey, prior: float) -> float:
         """The measured cost; with few samples, averaged with the prior if the prior is lower."""
