@@ -52,6 +52,21 @@ def test_continuations_are_those_of_generate(tiny_llama):
     assert continue_prompts(model, PROMPTS, 6, temperature=None, ends=ends, pad=model.config.vocab_size) == ended
 
 
+def test_rows_that_have_ended_leave_the_batch(tiny_llama, monkeypatch):
+    model = tiny_llama()
+    rows = continue_prompts(model, PROMPTS, 12, temperature=None, ends=set())
+    ends = {rows[0][2], rows[1][7]}
+    expected = [row[: min(map(row.index, ends & set(row)), default=12)] for row in rows]
+    assert len(set(map(len, expected))) > 2
+    monkeypatch.setattr("tide_hf.calibration.text.STRETCH", 2)
+    sizes = []
+    model.register_forward_pre_hook(lambda _, __, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
+    assert continue_prompts(model, PROMPTS, 12, temperature=None, ends=ends) == expected
+    # a row leaves after the two tokens in which it ends
+    assert sizes == [sum(len(row) >= step - step % 2 for row in expected) for step in range(len(sizes))]
+    assert sizes[-1] < len(PROMPTS)
+
+
 @pytest.mark.parametrize(("family", "grows"), [("llama", True), ("gemma3", False), ("mamba", False)])
 def test_k_v_are_appended_in_place_where_a_cache_keeps_all_of_them(family, grows, monkeypatch):
     model = tiny_model(family)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -39,6 +40,7 @@ from .training import seeded
 
 TOP_K = 50
 SPARE_SLOTS = 64  # in a buffer of K/V, when it grows
+STRETCH = 16  # tokens after which rows that have ended leave the batch
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Share of prompts that the model writes. At 0.5, a head drafted better in chats but worse on tasks.
 OWN_SHARE = 0.25
@@ -93,6 +95,12 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
         return self.keys, self.values
 
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows `indices`."""
+        length = self.get_seq_length()
+        self._buffers = tuple(buffer[indices] for buffer in self._buffers)
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+
 
 def growing_cache(model: PreTrainedModel) -> DynamicCache | None:
     """A cache that appends in place; `None` for models whose layers keep something other than all K/V."""
@@ -121,11 +129,27 @@ def continue_prompts(
     prompt, without the end-of-sequence token.
     """
     sampling = LogitsProcessorList([] if temperature is None else [TopKSampling(temperature)])
-    options = {"max_new_tokens": max_new_tokens, "eos_token_id": sorted(ends) or None, "logits_processor": sampling}
-    if (cache := growing_cache(model)) is not None:
-        options[CACHE] = cache
+    pad = _usable_pad(model, pad)
+    options: dict[str, Any] = {"eos_token_id": sorted(ends) or None, "pad_token_id": pad, "logits_processor": sampling}
+    cache, stretch = growing_cache(model), max_new_tokens
+    if cache is not None:
+        options[CACHE], stretch = cache, STRETCH
+    inputs = left_padded(prompts, pad=pad, device=input_device(model))
+    answers: list[list[int]] = [[] for _ in prompts]
+    rows, room = list(range(len(prompts))), max_new_tokens
     with without_generation_defaults(model), gqa_attention(model):
-        return generate_batch(model, prompts, ends, pad=pad, **options)
+        while rows and room > 0:
+            generated: Any = model.generate(**inputs, max_new_tokens=min(stretch, room), **options)
+            new = generated[:, inputs["input_ids"].shape[1] :].tolist()
+            for row, tokens in zip(rows, new, strict=True):
+                answers[row] += truncate_at_eos(tokens, ends, keep_eos=False)
+            kept = [number for number, tokens in enumerate(new) if ends.isdisjoint(tokens)]
+            rows, room = [rows[number] for number in kept], room - stretch
+            mask = functional.pad(inputs["attention_mask"], (0, len(new[0])), value=1)
+            inputs = {"input_ids": generated[kept], "attention_mask": mask[kept]}
+            if cache is not None and 0 < len(kept) < len(new):
+                cache.batch_select_indices(torch.tensor(kept, device=generated.device))
+    return answers
 
 
 @contextmanager
@@ -149,12 +173,16 @@ def generate_batch(
     model: Any, prompts: Sequence[Sequence[int]], ends: set[int], *, pad: int, **options: Any
 ) -> list[list[int]]:
     """Run `model.generate` on prompts in one left-padded batch; return new tokens as [`continue_prompts`] does."""
-    # generate feeds padding tokens to finished rows, but the tokenizer's padding token may exceed the vocabulary
-    pad = pad if pad < model.config.get_text_config().vocab_size else 0
+    pad = _usable_pad(model, pad)
     inputs = left_padded(prompts, pad=pad, device=input_device(model))
     generated = model.generate(**inputs, **{"pad_token_id": pad, **options})
     new_tokens = generated[:, inputs["input_ids"].shape[1] :].tolist()
     return [truncate_at_eos(tokens, ends, keep_eos=False) for tokens in new_tokens]
+
+
+def _usable_pad(model: Any, pad: int) -> int:
+    """What `generate` feeds to finished rows: the tokenizer's padding token may exceed the vocabulary."""
+    return pad if pad < model.config.get_text_config().vocab_size else 0
 
 
 class UserTurn(NamedTuple):
