@@ -4,6 +4,7 @@ A recorder stands in for CUDA graphs (`recorded.py`): it runs a step's operation
 tokens are the base model's is in tests/behaviour/test_lossless.py.
 """
 
+import re
 from functools import partial
 
 import pytest
@@ -14,12 +15,16 @@ from on_steps import (
     NEW,
     OPTIONS,
     as_traced,
+    attach_compiled,
     check_drafts,
     linear_heads,
+    new_tokens,
     prompts,
 )
 from on_steps import attach_captured as attach
+from quantized_weights import KINDS, Quantized, quantize
 from recorded import as_it_is
+from torch import nn
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.speculation.policy import CostTable
@@ -102,3 +107,66 @@ def test_steps_and_buffers_used_least_recently_are_dropped(tiny_llama, monkeypat
     for width in (2, 4, 2, 8):
         steps.run(buffers, "verify", width)
     assert list(steps._steps) == [(buffers, "verify", 2), (buffers, "verify", 8)]
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}  # what int4 products have to be of
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", ["qdata", "scale"])
+def test_quantised_weights_are_traced_and_followed_when_tensors_in_them_are_replaced(tiny_llama, kind, change):
+    model = quantize(tiny_llama(num_hidden_layers=LAYERS, **SIZES), kind)
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model, compile_graph=as_traced)
+    use_drafter(model, "right", new_tokens(expected), width=3)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.refused is None
+    assert steps.replays > 0
+    assert 1 <= steps.compiler.graphs.num_compiled <= steps.warm_up.num_prepared  # layers share a graph
+    name = {"scale": "scale_and_zero"}.get(change, change) if kind == "int4" else change
+    for layer in model.model.layers:
+        setattr(layer.self_attn.v_proj.weight, name, 2 + getattr(layer.self_attn.v_proj.weight, name))
+    changed = model.generate(**prompts(), **OPTIONS)
+    assert not torch.equal(changed, expected)
+    assert torch.equal(TIDEModelForCausalLM.detach(model).generate(**prompts(), **OPTIONS), changed)
+
+
+class Opaque(nn.Parameter):
+    """A weight of a class that traces cannot see into, like bitsandbytes' packed ones."""
+
+    def __new__(cls, weight):
+        return super().__new__(cls, weight.detach(), requires_grad=False)
+
+
+class ReadByTheHost(Quantized):
+    """A weight whose product asks the host."""
+
+    def linear(self, state, bias=None):
+        return super().linear(state, bias) if self.scale.amax().item() > 0 else state
+
+
+def read_by_the_host(weight):
+    integers = (weight.detach() * 99).to(torch.int8)
+    return nn.Parameter(ReadByTheHost(integers, torch.full((len(integers), 1), 1 / 99)), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "refused", "uncompiled"),
+    [
+        (Opaque, "compiled", "Multiple dispatch failed", None),
+        (Opaque, "captured", None, "Multiple dispatch failed"),  # captured as it is
+        (read_by_the_host, "compiled", "data-dependent", None),
+        (read_by_the_host, "captured", "its forward needs the host", "data-dependent"),
+    ],
+)
+def test_weights_that_cannot_be_traced_are_refused_with_a_reason(tiny_llama, caplog, kind, engine, refused, uncompiled):
+    caplog.set_level("INFO", logger="tide_hf")
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight = kind(layer.mlp.down_proj.weight)
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = (attach_compiled if engine == "compiled" else partial(attach, compile_graph=as_traced))(model)
+    use_drafter(model, "right", new_tokens(expected), width=3)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert steps.refused is None if refused is None else refused in steps.refused
+    assert uncompiled is None or re.search(f"a step is captured uncompiled: .*{uncompiled}", caplog.text)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from drafters import use_drafter
 from on_steps import LAYERS, OPTIONS, as_traced, new_tokens, prompts, use_steps
-from quantized_weights import KINDS, packed_int4, quantized, scaled
+from quantized_weights import KINDS, packed_int4, quantize, quantized, scaled
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
@@ -18,13 +18,6 @@ from tide_hf.kernels.cpu.integer_weights import MAX_FLOAT_ROWS, MAX_ROWS, Intege
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}  # what int4 products have to be of
-
-
-def quantize(model, kind="rows"):
-    for module in model.model.layers.modules():
-        if isinstance(module, nn.Linear):
-            module.weight = quantized(module.weight, kind=kind)
-    return model
 
 
 def check_products(layout, exact_weight, dtype):
@@ -204,7 +197,7 @@ def test_many_rows_and_models_without_kernels_take_the_packages_own_product(tiny
 
 
 @pytest.mark.parametrize("kind", ["rows", "zeros"])
-@pytest.mark.parametrize("change", ["scales", "integers", "weight"])
+@pytest.mark.parametrize("change", ["scales", "integers", "other scales", "other integers", "weight"])
 @pytest.mark.parametrize("engine", ["eager", "compiled"])
 def test_changed_weights_are_followed(tiny_llama, products, engine, change, kind):
     model = quantize(tiny_llama(num_hidden_layers=LAYERS), kind)
@@ -214,6 +207,10 @@ def test_changed_weights_are_followed(tiny_llama, products, engine, change, kind
         weight = layer.self_attn.v_proj.weight
         if change == "weight":
             layer.self_attn.v_proj.weight = quantized(-3.0 * weight.dequantize(), kind=kind)
+        elif change == "other scales":
+            weight.scale = -weight.scale
+        elif change == "other integers":
+            weight.qdata = -weight.qdata
         else:
             (weight.scale if change == "scales" else weight.qdata).mul_(-1)
     after = model.generate(**prompts(), **OPTIONS)

@@ -6,6 +6,7 @@ Importing this module makes Inductor take the pretended device for an H100 with 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ PROPERTIES = SimpleNamespace(
 )
 TRITON_KERNEL = re.compile(r"^\s+triton_\w+\.run\(", re.MULTILINE)
 PRODUCT = re.compile(r"\b(?:extern_kernels|torch\.ops\.aten)\.(?:mm|addmm|bmm)\b\S*\(")
+BUFFER = re.compile(r" = empty_strided\(\(([\d, ]*)\)")
 LAYER = "torch.ops.tide_hf.layer.default("
 # It complains that it has no heuristics for this device.
 logging.getLogger("torch._inductor.template_heuristics.registry").disabled = True
@@ -100,6 +102,12 @@ class Code:
     def products(self) -> int:
         """Number of matrix products, by PyTorch's libraries."""
         return len(PRODUCT.findall(self.text))
+
+    @property
+    def buffers(self) -> list[int]:
+        """Numbers of values of the buffers that results are written to."""
+        sizes = [found.replace(",", " ").split() for found in BUFFER.findall(self.text)]
+        return [math.prod(map(int, size)) for size in sizes]
 
 
 class CodeForH100:

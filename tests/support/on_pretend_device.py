@@ -17,12 +17,16 @@ from families import LAYERS, tiny_model
 from images import image_prompts, seeing_model
 from on_steps import FEW, as_traced, linear_heads, new_tokens, prompts, use_steps
 from pretend_device import NAME, answer, counts, there, two
+from quantized_weights import quantize, quantized
 from recorded import Recorder, as_it_is
+from torch.nn.functional import linear, silu
 from transformers import TextStreamer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.engines import gqa_attention
 from tide_hf.engines.steps import step_store
+from tide_hf.engines.steps.dequantised_products import reduce_products
+from tide_hf.engines.steps.graphs import lift_constants, traced
 from tide_hf.engines.steps.step_store import CapturedSteps
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
 from tide_hf.evaluation.benchmark import compare, tide_methods
@@ -211,10 +215,10 @@ def test_the_published_selection_runs_as_a_logits_processor():
     assert torch.equal(*found)
 
 
-def on_steps_for_an_h100(family, dtype=torch.float32):
+def on_steps_for_an_h100(family, dtype=torch.float32, quantize=lambda model: model, **sizes):
     """A model whose steps are compiled as for an H100 and run as traced, after a check of its tokens; and its steps."""
     code = pytest.importorskip("h100_code", exc_type=ImportError, reason="no Triton, or another version of PyTorch")
-    plain, model = (one.to(dtype) for one in two(family, attention="sdpa"))
+    plain, model = (quantize(one.to(dtype)) for one in two(family, attention="sdpa", **sizes))
     expected = answer(plain, prompts(), **GREEDY)
     TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="compiled")
     steps = use_steps(model, CapturedSteps(as_it_is, code.CodeForH100()))
@@ -262,6 +266,63 @@ def test_a_model_with_joined_weights_is_saved_like_any_other(tmp_path):
     again = TIDEModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(answer(again, prompts(), **GREEDY), expected)
     assert torch.equal(answer(copy.deepcopy(model), there(prompts()), **GREEDY), expected)
+
+
+def by_torchao(name, **options):
+    """A function that quantises the linear layers of a model."""
+    quantization = pytest.importorskip("torchao.quantization")
+    if (group := options.pop("group", None)) is not None:
+        options["granularity"] = quantization.PerGroup(group)
+    if name != "IntxWeightOnlyConfig":
+        options["set_inductor_config"] = False  # for the whole process
+    config = getattr(quantization, name)(**options)
+    return lambda model: (quantization.quantize_(model, config), model)[1]
+
+
+QUANTIZED = {
+    "rows": lambda: partial(quantize, kind="rows"),
+    "groups": lambda: partial(quantize, kind="groups"),
+    "zeros": lambda: partial(quantize, kind="zeros"),
+    "torchao int8": lambda: by_torchao("Int8WeightOnlyConfig"),
+    "torchao int8 groups": lambda: by_torchao("Int8WeightOnlyConfig", group=32),
+    "torchao int4 groups": lambda: by_torchao("IntxWeightOnlyConfig", group=32, weight_dtype=torch.int4),
+    "torchao float8": lambda: by_torchao("Float8WeightOnlyConfig"),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_a_layer_with_quantised_weights_reads_them_as_they_are_stored(kind):
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 24}  # no buffer of another use is a weight's size
+    model, steps = on_steps_for_an_h100("llama", quantize=QUANTIZED[kind](), **sizes)
+    found = steps.compiler.graphs._compile.found
+    layers = [code for code in found if code.is_layer]
+    assert layers
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    for code in found:
+        assert not {linear.weight.numel() for linear in linears} & set(code.buffers)
+    for code in layers:
+        assert code.products == 2  # of attention, which is not fused on this device
+        assert code.kernels - 3 <= 11  # with five products
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(1, 2), (16, 4)])
+def test_an_mlp_with_quantised_weights_has_as_many_kernels_at_any_width(rows, kernels):
+    code = pytest.importorskip("h100_code", exc_type=ImportError, reason="no Triton, or another version of PyTorch")
+    shapes = (2048, 1024), (2048, 1024), (1024, 2048)
+    gate, up, down = (quantized(torch.randn(shape, device=NAME), kind="groups") for shape in shapes)
+
+    def mlp(state):
+        return linear(silu(linear(state, gate)) * linear(state, up), down) + state
+
+    state = torch.randn(1, rows, 1024, device=NAME)
+    graph, constants = lift_constants(traced(mlp, state))
+    assert reduce_products(graph, constants) == 3
+    compile_graph = code.CodeForH100()
+    compile_graph(graph, [state, *constants])
+    (found,) = compile_graph.found
+    assert found.products == 0
+    # Gate and up, the activation, down, the sum; with one row, the products' own kernels end with the other two.
+    assert found.kernels == kernels
 
 
 def attend_up_to(query, key, value, end, scale):

@@ -13,12 +13,21 @@ class Quantized(torch.Tensor):
 
     @staticmethod
     def __new__(cls, integers, scales):
-        return torch.Tensor._make_wrapper_subclass(cls, integers.shape, dtype=scales.dtype)
+        return torch.Tensor._make_wrapper_subclass(cls, integers.shape, dtype=scales.dtype, device=integers.device)
 
     def __init__(self, integers, scales):
         self.qdata = self._data = integers
         self.scale = self._scale = scales
         self.axis = 0
+
+    def __tensor_flatten__(self):
+        return ["qdata", "scale", *(["zero_point"] if hasattr(self, "zero_point") else [])], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors, *_):
+        found = cls(tensors["qdata"], tensors["scale"])
+        found.__dict__.update(tensors)
+        return found
 
     def dequantize(self):
         zero_point = getattr(self, "zero_point", torch.zeros(()))
@@ -89,6 +98,14 @@ def by_group(weight, group, levels):
     groups = weight.unflatten(1, (-1, group))
     least, largest = groups.amin(dim=-1), groups.amax(dim=-1)
     return (largest - least) / (levels - 1), least
+
+
+def quantize(model, kind="rows"):
+    """Quantise the linear layers of a model's decoder layers."""
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = quantized(module.weight, kind=kind)
+    return model
 
 
 def quantized(weight, package="torchao", kind="rows"):

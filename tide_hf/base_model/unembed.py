@@ -101,7 +101,7 @@ class DraftUnembed:
             return None
         head: Any = self.unembed.structure.head
         parts = [part for part in (head.weight, getattr(head, "bias", None)) if part is not None]
-        return tuple((id(part), address_of(part), 0 if part.is_inference() else part._version) for part in parts)
+        return tuple((id(part), *addresses_of(part), 0 if part.is_inference() else part._version) for part in parts)
 
     def _state(self, hidden_states: Tensor) -> Tensor:
         state = self.unembed.head_input(hidden_states)
@@ -183,9 +183,15 @@ def has_readable_rows(head: nn.Module) -> bool:
     return weight is not None and _is_readable(weight) and not _is_sharded(weight)
 
 
-def address_of(tensor: Tensor) -> int:
-    """A tensor's address; 0 for subclasses such as quantised weights, which are identified by `id` alone."""
-    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+def addresses_of(tensor: Any) -> tuple[int, ...]:
+    """The address of a tensor, or those of the tensors in a subclass: integers and scales of a quantised weight.
+
+    Subclasses that do not say what is in them have none, and are identified by `id` alone.
+    """
+    if type(tensor) in (Tensor, nn.Parameter):
+        return (tensor.data_ptr(),)
+    names = tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else ()
+    return tuple(address for name in names for address in addresses_of(getattr(tensor, name)))
 
 
 def _is_readable(weight: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from ..base_model.structure import DecoderStructure
+from ..base_model.unembed import addresses_of
 from ..common.errors import UnsupportedOptionError
 from ..kernels.cpu.cpp_kernels import DTYPES
 from ..kernels.cpu.integer_weights import IntegerWeight, integers_of
@@ -164,13 +165,15 @@ class IntegerGate(LinearGate):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
-        self._found: tuple[Any, tuple[Tensor, ...]] = (None, ())  # a weight, and its integers, which take time to find
+        # A weight, the addresses of the tensors in it, and its integers, which take time to find.
+        self._found: tuple[Any, tuple[int, ...], tuple[Tensor, ...]] = (None, (), ())
 
     def sources(self) -> tuple[Tensor, ...]:
         """The integers, their scales and perhaps zero points, as the kernel reads them; nothing while it cannot."""
-        if self._found[0] is not self._weight:
-            self._found = self._weight, integers_of(self.module) or ()
-        return self._found[1]
+        weight, addresses = self._weight, addresses_of(self._weight)
+        if self._found[0] is not weight or self._found[1] != addresses:
+            self._found = weight, addresses, integers_of(self.module) or ()
+        return self._found[2]
 
     def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
         """The weights as the kernel reads them; `None` if it may not run, or the package's own product is faster."""
@@ -180,7 +183,7 @@ class IntegerGate(LinearGate):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the integers as well; a copy finds its own."""
-        return {**super().__getstate__(), "_found": (None, ())}
+        return {**super().__getstate__(), "_found": (None, (), ())}
 
 
 class SingleLayoutGate(LinearGate):

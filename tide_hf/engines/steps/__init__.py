@@ -2,5 +2,6 @@
 
 `static_cache` and `step_buffers` have the tensors that steps read and write. `step_store` prepares and keeps steps:
 `step_compiler` compiles steps, `graphs` traces and compiles their graphs, `fused_linears` fuses linear layers in these
-graphs, and on GPUs `capture` captures steps as CUDA graphs.
+graphs, and on GPUs `dequantised_products` fuses dequantisation with products, and `capture` captures steps as CUDA
+graphs.
 """

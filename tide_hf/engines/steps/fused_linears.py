@@ -42,7 +42,7 @@ def fuse_linears(graph: fx.GraphModule, constants: list[Tensor], may_copy: bool)
 
     The graph is changed in place; `constants` are the values of the graph's last placeholders.
     """
-    indices = _indices_of_constants(graph, constants)
+    indices = indices_of_constants(graph, constants)
     found: dict[tuple[fx.Node, bool, int | None], list[fx.Node]] = defaultdict(list)  # layout `None`: integers
     for node in graph.graph.nodes:
         if node.target is LINEAR and node.args[1] in indices:
@@ -65,7 +65,7 @@ def _is_integer_product(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.name().endswith("::skinny_gemm")
 
 
-def _indices_of_constants(graph: fx.GraphModule, constants: list[Tensor]) -> dict[Any, int]:
+def indices_of_constants(graph: fx.GraphModule, constants: list[Tensor]) -> dict[Any, int]:
     """Map a graph's last placeholders, whose values are `constants`, to their indices in `constants`."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return {node: i for i, node in enumerate(placeholders[len(placeholders) - len(constants) :])}
@@ -94,7 +94,7 @@ def call_kernels(graph: fx.GraphModule, constants: list[Tensor]) -> list[LinearW
 
     The graph is changed in place: `packed` and `scales` of each quantised product become inputs after the constants.
     """
-    indices = _indices_of_constants(graph, constants)
+    indices = indices_of_constants(graph, constants)
     quantized: list[LinearWeights] = []
     for node in list(graph.graph.nodes):
         if node.target not in (LINEAR, FUSED):
@@ -138,13 +138,13 @@ def join_products(graph: fx.GraphModule, constants: list[Tensor]) -> list[list[i
 
     The graph is changed in place: the joined weights of each fused product become an input after all others.
     """
-    indices = _indices_of_constants(graph, constants)
+    indices = indices_of_constants(graph, constants)
     found: dict[tuple[Any, ...], list[fx.Node]] = defaultdict(list)
     for node in graph.graph.nodes:
         weight = _weight_of(node)
         if weight in indices and _may_join(constants[indices[weight]]):
             state = node.args[-2]
-            found[_before_views(state), tuple(state.meta["val"].shape), node.target].append(node)
+            found[before_views(state), tuple(state.meta["val"].shape), node.target].append(node)
     products = []
     for nodes in found.values():
         of_nodes = [indices[_weight_of(node)] for node in nodes]
@@ -162,7 +162,7 @@ def _weight_of(product: fx.Node) -> Any:
     return transposed.args[0] if isinstance(transposed, fx.Node) and transposed.target is aten.t.default else None
 
 
-def _before_views(state: Any) -> Any:
+def before_views(state: Any) -> Any:
     """The node that `state` is a view of, or `state` itself."""
     while state.target is aten.view.default:
         state = state.args[0]

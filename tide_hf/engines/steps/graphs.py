@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...kernels.compile_cache import compiling
 from ...kernels.cpu.cpp_kernels import spare_probes
+from .dequantised_products import reduce_products
 from .fused_linears import (
     LinearWeights,
     call_kernels,
@@ -104,6 +105,7 @@ def compile_graph(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., 
     ]
     # Steps pass the same buffers every time, and checking them took a fifth of a millisecond in a pass of 30 layers.
     options = {"cpp.min_chunk_size": VALUES_PER_THREAD, "size_asserts": bool(sized)}
+    options |= graph.meta.get("inductor_options", {})
     with compiling(), tracing(TracingContext(mode)):
         spare_probes()
         return inductor_compile(graph, fakes, options=options)
@@ -246,6 +248,8 @@ class LayerGraphs:
             return LayerGraph(compiled, [log.constants[i] for i in order]), results
         graph, constants = lift_constants(traced(function, *inputs, dynamic=dynamic))
         fused = fuse_linears(graph, constants, self.has_room and not dynamic)
+        if inputs[0].device.type != "cpu" and not dynamic:
+            reduce_products(graph, constants)
         quantized = call_kernels(graph, constants)
         joined = join_products(graph, constants) if not quantized else []
         tensors = quantized_tensors(layouts_of(quantized, constants))

@@ -32,14 +32,16 @@ from ...kernels.cpu.cpp_kernels import precompiling_header
 from ..gqa_attention import filled_up_to
 from ..warm_up import WarmUp
 from .capture import Replay, restorer
+from .dequantised_products import reduce_products
 from .fused_linears import call_kernels, layouts_of, quantized_tensors
 from .graphs import CompileGraph, LayerGraph, LayerGraphs, in_parts, lift_constants, traced
 
 MAX_PREFILL_GRAPHS = 8  # per layer, for different sizes; further sizes run uncompiled
 
 # Dynamo and Inductor raise RuntimeError, also if there is no compiler or shapes depend on data; a compiled graph raises
-# AssertionError if its inputs do not match those that it was compiled for.
-COMPILE_ERRORS = (RuntimeError, AssertionError)
+# AssertionError if its inputs do not match those that it was compiled for. A trace raises TypeError at a weight of a
+# class that it cannot see into, such as bitsandbytes' packed ones.
+COMPILE_ERRORS = (RuntimeError, AssertionError, TypeError)
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +142,8 @@ class StepCompiler:
                 regions = self._record(function)
                 restore()
                 graph, lifted = lift_constants(self._trace(function, regions))
+                if any(tensor.device.type != "cpu" for tensor in lifted):
+                    reduce_products(graph, lifted)
                 quantized = layouts_of(call_kernels(graph, lifted), lifted)
                 constants = [*(tensor.detach() for tensor in lifted), *quantized_tensors(quantized)]
                 compiled = in_parts(graph, torch.ops.tide_hf.layer.default, self._compile)

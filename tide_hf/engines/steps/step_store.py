@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.cache_utils import Cache
 
-from ...base_model.unembed import address_of
+from ...base_model.unembed import addresses_of
 from ...depth.linear_gate import DRAFT_LAYOUTS, KERNEL_LAYOUTS, LinearGate, allowed_layouts, copies_fit, linear_gates
 from ...kernels.cpu.weight_layouts import WeightLayout
 from ...kernels.flash_decode import can_flash_decode
@@ -307,7 +307,7 @@ def fingerprint_of(parts: ModelParts) -> tuple:
         for module in root.modules():  # one walk for modules and tensors, since each walk costs time in every call
             facts.append((id(module), id(module.__dict__.get("forward")), _hooks_of(module), _settings_of(module)))
             tensors = (*module._parameters.values(), *module._buffers.values())
-            facts += [(id(tensor), address_of(tensor), tensor.dtype) for tensor in tensors if tensor is not None]
+            facts += [(id(tensor), *addresses_of(tensor), tensor.dtype) for tensor in tensors if tensor is not None]
     return tuple(facts)
 
 

@@ -74,6 +74,8 @@ class WeightLayout:
 
     def is_of(self, *weights: Tensor, sampled: bool = False) -> bool:
         """Whether this was made from `weights`, unchanged since; `sampled` checks values too, to see `.data` writes."""
+        if len(weights) != len(self.weights):  # quantised ones may have got zero points
+            return False
         for weight, known, version in zip(weights, self.weights, self.versions, strict=True):
             if weight is not known or _version(weight) != version:
                 return False
