@@ -197,7 +197,7 @@ def test_many_rows_and_models_without_kernels_take_the_packages_own_product(tiny
 
 
 @pytest.mark.parametrize("kind", ["rows", "zeros"])
-@pytest.mark.parametrize("change", ["scales", "integers", "other scales", "other integers", "weight"])
+@pytest.mark.parametrize("change", ["scales", "integers", "other scales", "other integers", "zero points", "weight"])
 @pytest.mark.parametrize("engine", ["eager", "compiled"])
 def test_changed_weights_are_followed(tiny_llama, products, engine, change, kind):
     model = quantize(tiny_llama(num_hidden_layers=LAYERS), kind)
@@ -207,6 +207,8 @@ def test_changed_weights_are_followed(tiny_llama, products, engine, change, kind
         weight = layer.self_attn.v_proj.weight
         if change == "weight":
             layer.self_attn.v_proj.weight = quantized(-3.0 * weight.dequantize(), kind=kind)
+        elif change == "zero points":  # integers by row have none
+            weight.zero_point = torch.full_like(weight.scale, 90, dtype=torch.int8)
         elif change == "other scales":
             weight.scale = -weight.scale
         elif change == "other integers":

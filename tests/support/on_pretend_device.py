@@ -281,7 +281,6 @@ def by_torchao(name, **options):
 
 QUANTIZED = {
     "rows": lambda: partial(quantize, kind="rows"),
-    "groups": lambda: partial(quantize, kind="groups"),
     "zeros": lambda: partial(quantize, kind="zeros"),
     "torchao int8": lambda: by_torchao("Int8WeightOnlyConfig"),
     "torchao int8 groups": lambda: by_torchao("Int8WeightOnlyConfig", group=32),
@@ -303,6 +302,21 @@ def test_a_layer_with_quantised_weights_reads_them_as_they_are_stored(kind):
     for code in layers:
         assert code.products == 2  # of attention, which is not fused on this device
         assert code.kernels - 3 <= 11  # with five products
+    compiled = steps.compiler.graphs._compiled.values()
+    assert not any(one.joined for one in compiled)
+
+
+def test_plain_weights_beside_quantised_ones_are_joined():
+    def quantize_some(model):
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight = quantized(layer.self_attn.q_proj.weight, kind="groups")
+        return model
+
+    model, steps = on_steps_for_an_h100("llama", quantize=quantize_some)
+    attention = model.model.layers[0].self_attn
+    assert {len(joined) for one in steps.compiler.graphs._compiled.values() for joined in one.joined} == {2}
+    both = [linear.weight.untyped_storage().data_ptr() for linear in (attention.k_proj, attention.v_proj)]
+    assert len(set(both)) == 1
 
 
 @pytest.mark.parametrize(("rows", "kernels"), [(1, 2), (16, 4)])
