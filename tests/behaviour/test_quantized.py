@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from drafters import use_drafter
 from families import VOCAB, tiny_model
 from families import repeating_prompt as prompt
+from on_steps import as_traced, attach_captured
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
@@ -48,6 +50,7 @@ WEIGHT_ONLY = {
     "torchao int8 groups": lambda with_head: torchao("Int8WeightOnlyConfig", with_head, group=32),
     "torchao int4 groups": lambda with_head: torchao("IntxWeightOnlyConfig", with_head, 32, weight_dtype=torch.int4),
     "torchao packed int4": packed_int4,
+    "torchao float8": lambda with_head: torchao("Float8WeightOnlyConfig", with_head),
     "quanto int8": lambda with_head: quanto("int8", with_head),
     "quanto int4": lambda with_head: quanto("int4", with_head),
     "bitsandbytes nf4": lambda with_head: bitsandbytes(with_head, load_in_4bit=True, bnb_4bit_quant_type="nf4"),
@@ -57,8 +60,9 @@ WITH_STATES = {
     "torchao int8": lambda with_head: torchao("Int8DynamicActivationInt8WeightConfig", with_head),
     "bitsandbytes int8": lambda with_head: bitsandbytes(with_head, load_in_8bit=True),
 }
+NOT_INTEGERS = ("torchao float8", "quanto int4", "bitsandbytes nf4")
 # What the kernel reads, and the number of rows that it needs a weight's to be a multiple of.
-INTEGERS = dict.fromkeys(WEIGHT_ONLY, 1) | {"torchao packed int4": 64, "quanto int4": 0, "bitsandbytes nf4": 0}
+INTEGERS = dict.fromkeys(WEIGHT_ONLY, 1) | {"torchao packed int4": 64} | dict.fromkeys(NOT_INTEGERS, 0)
 UNREADABLE_HEAD = ("torchao packed int4", "bitsandbytes nf4")
 # Which transformers cannot save.
 SAVED = [name for name in WEIGHT_ONLY if not name.startswith("quanto") and name != "torchao packed int4"]
@@ -98,6 +102,20 @@ def test_tokens_with_quantised_weights_are_the_base_models(kind, with_head, base
     assert model.last_exit_stats.depth_fraction < 0.5
     TIDEModelForCausalLM.detach(model)
     assert torch.equal(model.generate(prompt(), **OPTIONS), expected[0])
+
+
+@pytest.mark.parametrize("kind", WEIGHT_ONLY)
+def test_on_steps_as_on_a_gpu_the_tokens_are_the_quantised_models(kind, base_folder):
+    model = load(base_folder, WEIGHT_ONLY[kind](with_head=True))
+    for rows in (1, 3):
+        expected = model.generate(prompt(rows), **OPTIONS)
+        steps = attach_captured(model, compile_graph=as_traced)
+        use_drafter(model, "mixed", expected[:, prompt().shape[1] :].tolist(), width=3)
+        assert torch.equal(model.generate(prompt(rows), **OPTIONS), expected)
+        assert steps.refused is None
+        assert steps.replays > 0
+        assert (steps.compiler.graphs.num_compiled > 0) == (kind != "bitsandbytes nf4")  # which cannot be traced
+        TIDEModelForCausalLM.detach(model)
 
 
 def check_gates(model, with_head, multiple):

@@ -306,6 +306,27 @@ def test_a_layer_with_quantised_weights_reads_them_as_they_are_stored(kind):
     assert not any(one.joined for one in compiled)
 
 
+def test_a_kernel_of_the_packages_own_stays():
+    """`Int4WeightOnlyConfig` packs weights for an op of PyTorch that GPUs alone have."""
+    code = pytest.importorskip("h100_code", exc_type=ImportError, reason="no Triton, or another version of PyTorch")
+    packed = pytest.importorskip("torchao.quantization").Int4TilePackedTo4dTensor
+    group, size, out = 128, 1024, 64
+    tensors = (
+        torch.zeros(out // 8, size // 128, 32, 4, dtype=torch.int32),
+        torch.zeros(size // group, out, 2).bfloat16(),
+    )
+    weight = packed(*(tensor.to(NAME) for tensor in tensors), [1, group], torch.Size((out, size)))
+    state = torch.randn(1, 4, size, dtype=torch.bfloat16, device=NAME)
+    graph, constants = lift_constants(traced(lambda state: linear(state, weight), state))
+    assert [id(constant) for constant in constants] == [id(weight.qdata), id(weight.scale_and_zero)]
+    assert reduce_products(graph, constants) == 0
+    compile_graph = code.CodeForH100()
+    compile_graph(graph, [state, *constants])
+    (found,) = compile_graph.found
+    assert found.text.count("torch.ops.aten._weight_int4pack_mm.default(") == 1
+    assert found.kernels == 0
+
+
 def test_plain_weights_beside_quantised_ones_are_joined():
     def quantize_some(model):
         for layer in model.model.layers:
