@@ -7,7 +7,7 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import longrope, tiny_model
-from on_steps import prompts
+from on_steps import ATTACH, prompts
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
@@ -50,6 +50,20 @@ def test_drafts_before_any_change_or_after_the_only_one_are_verified(kind, lengt
     expected = model.generate(ids, **SHORT)
     use_drafter(TIDEModelForCausalLM.attach(model), "mixed", expected[:, length:].tolist(), width=8)
     assert torch.equal(model.generate(ids, **SHORT), expected)
+    assert model.last_exit_stats.drafted > 0
+
+
+@pytest.mark.parametrize("engine", ATTACH)
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_padding_in_a_pass_does_not_change_the_embedding(kind, rows, engine):
+    """Rows with shorter drafts are padded, steps to a fixed width, and rows that have ended may stay in the batch."""
+    model, ids = model_and_ids(kind, rows)
+    expected = model.generate(ids, **SHORT)
+    ATTACH[engine](model)
+    for width in (3, 8):
+        use_drafter(model, "mixed", expected[:, PROMPT:].tolist(), width)
+        assert torch.equal(model.generate(ids, **SHORT), expected)
     assert model.last_exit_stats.drafted > 0
 
 

@@ -8,7 +8,10 @@ from on_steps import ATTACH, prompts
 from transformers import StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from tide_hf.common.errors import UnsupportedOptionError
+
 PROMPT = 12
+LEARNED = dict.fromkeys(("n_positions", "max_position_embeddings"), 30)  # positions, as gpt2 and opt call them
 OPTIONS = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -94,14 +97,32 @@ def test_time_ends_all_rows_of_a_batch_with_the_same_token(monkeypatch):
 
 
 @pytest.mark.parametrize("engine", ["eager", "compiled"])
-@pytest.mark.parametrize(("family", "name"), [("gpt2", "n_positions"), ("opt", "max_position_embeddings")])
-def test_drafts_end_where_learned_positions_do(family, name, engine):
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_drafts_end_where_learned_positions_do(family, engine):
     """Plain decoding may come as far as the last position; a wider pass has no position for what is beyond."""
     last = Stops(lambda ids: ids.shape[1] >= 30)
     options = {"max_new_tokens": 100, "stopping_criteria": [last]}
-    expected, found = both(lambda: options, family=family, engine=engine, **{name: 30})
+    expected, found = both(lambda: options, family=family, engine=engine, **LEARNED)
     assert expected.shape[1] == 30
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_a_row_at_the_last_learned_position_waits_for_the_others(family, engine):
+    """No later token of it is read, so that none needs a position."""
+    expected, found = both(lambda: {"max_new_tokens": 30 - PROMPT + 1}, 3, "mixed", family, engine, **LEARNED)
+    assert expected.shape[1] == 31
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("engine", "error"), [("eager", IndexError), ("compiled", UnsupportedOptionError)])
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_an_answer_beyond_the_learned_positions_fails_on_any_engine(family, engine, error):
+    model, batch = tiny_model(family, **LEARNED), prompts(1, length=PROMPT)
+    ATTACH[engine](model)
+    with pytest.raises(error, match=r"index out of range|at position 30\. Expected positions below 30\."):
+        model.generate(**batch, **{**OPTIONS, "max_new_tokens": 30})
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -211,6 +211,14 @@ def last_position(config: Any) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def bounds_positions(config: Any) -> bool:
+    """Whether positions beyond those that an answer reaches do harm, be it those of padding in a multi-token pass.
+
+    They may lie outside the table of position embeddings, or change the rotary embedding of the whole pass.
+    """
+    return last_position(config) is not None or bool(rope_limits(config))
+
+
 def has_windows(config: Any) -> bool:
     """Whether some layers have windowed attention, whose window counts cache slots, including masked slots."""
     kinds = set(getattr(config, "layer_types", None) or [])

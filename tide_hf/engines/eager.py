@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..base_model.inputs import next_token_types
-from ..base_model.structure import CACHE, has_windows, last_position, may_replace_cache
+from ..base_model.structure import CACHE, bounds_positions, has_windows, last_position, may_replace_cache
 from ..base_model.unembed import DraftUnembed, greedy_tokens
 from ..common.choices import EAGER
 from ..depth.gates import FixedDepthRun, LayerRun, active, on_device
@@ -60,11 +60,12 @@ class EagerEngine:
         self.run = self.head or LayerRun(structure, cache)
         if name == EAGER:
             self.run.execute_layer = attachment.execute_layer()
-        self.is_returned = call.cache_is_returned
+        self.is_returned, self.max_new_tokens = call.cache_is_returned, call.max_new_tokens
         self.temperature = float(self.config.temperature or 1.0) if self.config.do_sample else 0.0
         self.last_slot = last_slot(cache)
         self.slots: CacheSlots | None = None  # set by prefill
         self.positions: Tensor | None = None  # of the next tokens, (rows,); (kinds, rows) for mRoPE
+        self.highest_position: Tensor | None = None  # (), that passes may use; `None` if higher ones do no harm
         self.types: dict[str, Tensor] = {}  # token types of generated tokens, by input name
         self.rows = list(range(self.input_ids.shape[0]))  # for each row still in the batch, its index in the call
         self.last_tokens: list[int] = []  # each row's last token, the next pass's input
@@ -144,6 +145,8 @@ class EagerEngine:
         self.last_tokens = tokens
         if self.positions is not None:
             self.positions += 1
+            if bounds_positions(self.model.config.get_text_config()):  # the answer's last token is never fed
+                self.highest_position = self.positions.max() + max(0, self.max_new_tokens - 2)
 
     def decoder(self, room: int) -> EagerEngine:
         """Return this engine."""
@@ -278,7 +281,10 @@ class EagerEngine:
         kwargs["attention_mask"] = self._slots.mask_for(start + width)
         if self.positions is not None:
             steps = torch.arange(start, start + width, device=self.positions.device)
-            kwargs["position_ids"] = self.positions[..., None] + steps
+            positions = self.positions[..., None] + steps
+            if self.highest_position is not None:  # padding of shorter drafts, and stopped rows, may lie beyond
+                positions = positions.clamp(max=self.highest_position)
+            kwargs["position_ids"] = positions
         for name, types in self.types.items():
             own = self.rows if len(types) > 1 else [0]
             kwargs[name] = types[own].expand(rows, width)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..base_model.structure import has_windows
+from ..base_model.structure import has_windows, last_position
+from ..common.errors import UnsupportedOptionError
 from ..depth.linear_gate import KERNEL_LAYOUTS, allowed_layouts
 from ..kernels.cpu.attention import MIN_QUERIES, is_faster
 from ..kernels.cpu.cpp_kernels import DTYPES, are_ready, build_kernels
@@ -83,6 +84,7 @@ class StaticEngine:
         self._position_shape: tuple[int, ...] | None = None
         self._is_causal = False  # see `StepBuffers`
         self._positions: list[list[int]] = []  # each row's next position; several for mRoPE
+        self._highest_position = 0  # that the answer reaches
         self._added: list[int] = []  # number of tokens that each row has added after prefill
         self._room = 0  # maximum number of tokens that a row may add after prefill
         self._accepted: list[int] | None = None  # number of tokens that each row accepted in the last pass
@@ -182,6 +184,7 @@ class StaticEngine:
         self._slots = StaticCacheSlots(buffers.cache, length, mask, eager._slots.compaction_threshold)
         self._masked = length
         self._positions = [[0]] * rows if positions is None else positions.reshape(-1, rows).T.tolist()
+        self._highest_position = max(map(max, self._positions)) + room - 1
         self._prepared_before = self.steps.warm_up.num_prepared
         return self
 
@@ -326,9 +329,27 @@ class StaticEngine:
         if self._slots.holes is not None or is_compacted:
             self.buffers.write_mask(self._slots.mask, 0 if is_compacted else self._masked)
             self._compactions, self._masked = self._slots.num_compactions, self._slots.length
-        spread = self._rows.spread
+        spread, highest = self._rows.spread, self._check_positions()
         accepted = None if self._accepted is None else spread(self._accepted)
-        self.buffers.write(self._slots.length, spread(self._positions), spread(ids), accepted)
+        self.buffers.write(self._slots.length, spread(self._positions), highest, spread(ids), accepted)
+
+    def _check_positions(self) -> int:
+        """Raise if a row has reached a position that the model does not have; return the highest one of this round.
+
+        Fixed shapes need a position for padding as well, so an index beyond the table raises no error by itself.
+        """
+        table = last_position(self.eager.model.config.get_text_config())
+        if table is None or self._position_shape is None:
+            return self._highest_position
+        reached = min(max(map(max, self._positions)), self._highest_position)  # a stopped row may be one beyond
+        if reached >= table:
+            raise UnsupportedOptionError(
+                "the answer is longer than the model has learned positions for",
+                got=f"a token at position {reached}",
+                expected=f"positions below {table}",
+                do="Pass a smaller max_new_tokens, or a shorter prompt.",
+            )
+        return min(self._highest_position, table - 1)
 
     def _without_drafts(self, milliseconds: float) -> float:
         """Record the time of the draft steps that `draft_unread` ran; return the round's `milliseconds` without it."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ...base_model.structure import CACHE, DecoderStructure, last_position
+from ...base_model.structure import CACHE, DecoderStructure, bounds_positions
 from ...base_model.unembed import DraftUnembed, Unembed, greedy_tokens
 from ...depth.fused_layers import FusedLayers
 from ...depth.gates import FixedDepthRun, LayerRun, active
@@ -80,13 +80,14 @@ class StepBuffers:
     ) -> None:
         self.is_causal = is_causal
         self.parts, self.rows, self.capacity, self.position_shape = parts, rows, capacity, position_shape
-        self.last_position = last_position(parts.model.config.get_text_config())
+        self._bounds_positions = bounds_positions(parts.model.config.get_text_config())
         first: Any = like.layers[0]
         self.device = device = first.keys.device
         self.cache = static_cache(like, rows, capacity) if shared is None else first_rows(shared, rows)
         hidden, dtype = parts.head_size, first.keys.dtype
         leading = position_shape or ()
-        sizes = (1, 1, math.prod(leading) * rows, rows, rows * WIDEST)  # start, fed, positions, last accepted, ids
+        # Start, fed, highest position, positions, last accepted, ids.
+        sizes = (1, 1, 1, math.prod(leading) * rows, rows, rows * WIDEST)
         with torch.inference_mode(False):
             self._host_inputs = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
             self._device_inputs = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
@@ -97,7 +98,8 @@ class StepBuffers:
                 self.last_hidden_states = torch.zeros((rows, WIDEST, hidden), dtype=dtype, device=device)
                 self.prev_hidden_state = torch.zeros((rows, 1, hidden), dtype=dtype, device=device)
                 self.draft_hidden_state = torch.zeros_like(self.prev_hidden_state)
-        self.start, self.fed, positions, self.last_accepted, ids = self._device_inputs.split(sizes)
+        inputs = self._device_inputs.split(sizes)
+        self.start, self.fed, self.highest_position, positions, self.last_accepted, ids = inputs
         self.positions = positions.view(*leading, rows)
         self.ids = ids.view(rows, WIDEST)
         self.head: HeadRun | None = self._head_run() if has_head else None
@@ -138,16 +140,24 @@ class StepBuffers:
         if mask is not None:
             self.mask[:, start : mask.shape[1]].copy_(mask[:, start:], non_blocking=True)
 
-    def write(self, start: int, positions: list[list[int]], ids: list[list[int]], accepted: list[int] | None) -> None:
+    def write(
+        self,
+        start: int,
+        positions: list[list[int]],
+        highest_position: int,
+        ids: list[list[int]],
+        accepted: list[int] | None,
+    ) -> None:
         """Upload the inputs of a round by one asynchronous copy; `start` is the slot of the first token.
 
-        `positions` has that token's position in each row (several for mRoPE); `ids` each row's last token and draft;
-        `accepted` the number of tokens that each row accepted in the previous pass, `None` before the first pass.
+        `positions` has that token's position in each row (several for mRoPE); `highest_position` is what those of
+        padding are cut to, where higher ones do harm; `ids` has each row's last token and draft; `accepted` the number
+        of tokens that each row accepted in the previous pass, `None` before the first pass.
         """
         padded = [token for row in ids for token in row + row[-1:] * (WIDEST - len(row))]
         last = [max(0, count - 1) for count in accepted] if accepted is not None else [0] * self.rows
         by_kind = [position for kind in zip(*positions, strict=True) for position in kind]
-        self._host_inputs.copy_(torch.tensor([start, 0, *by_kind, *last, *padded]))
+        self._host_inputs.copy_(torch.tensor([start, 0, highest_position, *by_kind, *last, *padded]))
         self._device_inputs.copy_(self._host_inputs, non_blocking=True)
         if self.head is not None:
             if accepted is not None:
@@ -245,8 +255,8 @@ class StepBuffers:
         inputs = {"input_ids": ids, "attention_mask": self.mask, CACHE: self.cache, "use_cache": True}
         if self.position_shape is not None:
             positions = self.positions[..., None] + torch.arange(width, device=self.device) + fed
-            if self.last_position is not None:  # padding tokens may lie beyond the last position
-                positions = positions.clamp(max=self.last_position - 1)
+            if self._bounds_positions:
+                positions = torch.minimum(positions, self.highest_position)
             inputs["position_ids"] = positions
         return self.parts.model(**inputs, return_dict=True)
 
