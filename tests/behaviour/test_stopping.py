@@ -96,6 +96,32 @@ def test_time_ends_all_rows_of_a_batch_with_the_same_token(monkeypatch):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_criteria_get_the_scores_of_earlier_steps_without_new_copies(rows):
+    """Copies at each token would take time and memory that grow with the square of the answer."""
+
+    class Keeps(list, StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            self.append(scores)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    kept = []
+
+    def options():
+        kept.append(Keeps())
+        return {"stopping_criteria": [kept[-1]], "return_dict_in_generate": True, "output_scores": True}
+
+    model, ids = tiny_model("llama"), prompts(rows, length=PROMPT)["input_ids"]
+    model.generate(ids, **{**OPTIONS, **options()})
+    ATTACH["eager"](model)
+    model.generate(ids, **{**OPTIONS, **options()})
+    expected, found = kept
+    assert len(expected) == len(found) == 40
+    for position, scores in enumerate(found):
+        assert all(one is last for one, last in zip(scores, found[-1], strict=False))
+        torch.testing.assert_close(scores, expected[position], atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("engine", ["eager", "compiled"])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_drafts_end_where_learned_positions_do(family, engine):

@@ -120,6 +120,7 @@ class Stopping:
                 self.row_criteria.append(criterion)
             elif type(criterion) is not MaxLengthCriteria:
                 self.others.append(criterion)
+        self._scores: list[Tensor] = []  # of each step so far, (rows, vocabulary), of several rows
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as in plain decoding
         pad = generation_config._pad_token_tensor
         self.pad_token_id = int(pad) if pad is not None else 0
@@ -140,7 +141,7 @@ class Stopping:
             return stops
         # Stop strings are compared on the CPU: on a device, they would have the host wait for each token.
         ids = torch.cat([row.host_ids if self.by_row else row.ids for row in rows])
-        scores = by_step(row.scores for row in rows) or None
+        scores = self._scores_of(rows) or None
         found = torch.tensor(stops, device=ids.device)
         for criterion in self.others:  # every criterion is called, even if all rows have stopped, as in plain decoding
             answer = criterion(ids, scores)
@@ -148,6 +149,13 @@ class Stopping:
                 answer = answer[:, 0]
             found = found | answer
         return found.tolist()
+
+    def _scores_of(self, rows: list[Row]) -> tuple[Tensor, ...]:
+        """The returned scores of all steps so far; those of earlier steps are not concatenated anew for each token."""
+        if len(rows) == 1:
+            return tuple(rows[0].scores)
+        self._scores.extend(by_step(row.scores[len(self._scores) :] for row in rows))
+        return tuple(self._scores)
 
     def _ends(self, row: Row) -> bool:
         stops = row.tokens[-1] in self.eos_tokens
