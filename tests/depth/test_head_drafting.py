@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 from draft_heads import draft_head_for, drafts_after
-from drafters import HeadDrafter, use_heads
-from families import ATTENTION, tiny_model
+from drafters import HeadDrafter, ScriptedDrafter, use_heads
+from families import ATTENTION, VOCAB, tiny_model
 from on_steps import attach_captured, attach_compiled, attach_eagerly, new_tokens, prompts
 from transformers.cache_utils import DynamicCache
 
@@ -81,6 +81,47 @@ def test_the_head_does_not_draft_where_its_state_does_not_fit(tiny_llama):
     )
     model.generate(text, **{CACHE: others}, **OPTIONS)
     assert layers == [0, 0, None, None]
+
+
+@pytest.mark.parametrize("attach", [attach_eagerly, attach_compiled])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_it_drafts_with_a_cache_that_was_made_without_a_config(rows, attach, tiny_llama):
+    model, ids, cache = tiny_llama(), prompts(rows)["input_ids"], DynamicCache()
+    attach(model, draft_head_for(model))
+    made = use_heads(model, 0, WIDTH)
+    found = [model.generate(ids, **{CACHE: one}, **OPTIONS) for one in (cache, None)]
+    assert torch.equal(*found)
+    assert made[0].drafted == made[1].drafted
+    assert len(cache.layers) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("attach", [attach_eagerly, attach_compiled])
+def test_models_of_several_dtypes_may_share_a_head(attach, tiny_llama):
+    model, other, ids = tiny_llama(), tiny_llama().to(torch.bfloat16), prompts()["input_ids"]
+    routers = draft_head_for(model)
+    attach(model, routers)
+    made = use_heads(model, 0, WIDTH)
+    first = model.generate(ids, **OPTIONS, return_dict_in_generate=True)
+    TIDEModelForCausalLM.attach(other, routers, ignore_base_mismatch=True)
+    assert torch.equal(model.generate(ids, **OPTIONS), first.sequences)
+    longer = torch.cat([first.sequences, ids], dim=1)
+    second = model.generate(longer, **OPTIONS)
+    model._tide.make_drafter = lambda *_: ScriptedDrafter("right", [new_tokens(second)[0]], VOCAB)
+    assert torch.equal(model.generate(longer, **{CACHE: first[CACHE]}, **OPTIONS), second)
+    assert made[1].drafted
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_tokens_outside_its_own_embeddings_are_read_all_the_same(rows):
+    """A vocabulary may grow after TIDE was attached."""
+    model, ids = tiny_model("llama"), prompts(rows)["input_ids"]
+    TIDEModelForCausalLM.attach(model, draft_head_for(model, has_embedding=True))
+    model.resize_token_embeddings(VOCAB + 8)
+    ids[0, 3] = VOCAB + 3
+    expected = TIDEModelForCausalLM.detach(copy.deepcopy(model)).generate(ids, **OPTIONS)
+    made = use_heads(model, 0, WIDTH)
+    assert torch.equal(model.generate(ids, **OPTIONS), expected)
+    assert made[0].drafted
 
 
 def test_a_call_that_fails_leaves_no_state(tiny_llama):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..base_model.structure import DecoderStructure
@@ -30,13 +30,15 @@ class HeadState:
     prev_hidden_state: Tensor | None  # as in `HeadRun`
 
 
-def head_state_of(cache: Any, identity: str) -> HeadState | None:
-    """Detach the head's state from a cache; an empty one for an empty cache, `None` where it does not fit."""
+def head_state_of(cache: Any, identity: str, dtype: torch.dtype) -> HeadState | None:
+    """Detach the state of a head in `dtype` from a cache: empty for an empty cache, `None` where it does not fit."""
     state = vars(cache).pop(STATE_ATTRIBUTE, None)
     length = cache.get_seq_length()
     if length == 0:
         return HeadState(identity, DynamicLayer(), None)
-    if state is None or state.identity != identity or len(state.kv.keys) != len(cache.layers[0].keys):
+    if state is None or state.identity != identity or state.kv.keys.dtype != dtype:
+        return None
+    if len(state.kv.keys) != len(cache.layers[0].keys):
         return None
     surplus = state.kv.get_seq_length() - length
     if surplus < 0:  # tokens were added without the head
@@ -172,7 +174,7 @@ class HeadRun(LayerRun):
         self._fill()
         fused = self.draft_hidden_state if self.draft_hidden_state is not None else self.prev_hidden_state
         embeddings = self._embed(tokens)
-        fused = torch.zeros_like(embeddings) if fused is None else fused.to(embeddings.device)
+        fused = torch.zeros_like(embeddings) if fused is None else fused.to(embeddings)
         slots, device = self._next_slots(1), embeddings.device
         attended = attended_slots(mask, slots, self.kv.get_seq_length())
         positions, attended = positions_of(mask, slots).to(device), attended.to(device)
@@ -209,9 +211,10 @@ class HeadRun(LayerRun):
         embeddings = torch.cat([one.embeddings for one in self._pending], dim=1)
         tapped = torch.cat([one.tapped for one in self._pending], dim=1)
         self._pending.clear()
-        fused = on_device(self.head, tapped).fuse(tapped)
+        # Another model that shares the routers may have cast them.
+        fused = on_device(self.head, tapped).fuse(tapped.to(self.head.norm.weight.dtype))
         before = self.prev_hidden_state if self.prev_hidden_state is not None else torch.zeros_like(fused[:, :1])
-        previous = torch.cat([before.to(fused.device), fused[:, :-1]], dim=1)
+        previous = torch.cat([before.to(fused), fused[:, :-1]], dim=1)
         width, embeddings = embeddings.shape[1], embeddings.to(fused.device, fused.dtype)
         positions = positions_of(self.mask, self._next_slots(width)).to(fused.device)
         self.head.store(embeddings, previous, positions, self.kv)
@@ -220,8 +223,10 @@ class HeadRun(LayerRun):
     def _embed(self, tokens: Tensor) -> Tensor:
         """(rows, width, D) embeddings of tokens, by the head's own table or the base model's."""
         own, weight = self.head.embed_tokens, self.head.norm.weight
-        table = self.embed if own is None else own
-        return table(tokens).to(weight.device, weight.dtype)
+        table: Any = self.embed if own is None else own
+        # Placeholders of images, and tokens that were added to the vocabulary since, may lie outside the table.
+        known = tokens.clamp(max=table.num_embeddings - 1) if isinstance(table, nn.Embedding) else tokens
+        return table(known).to(weight.device, weight.dtype)
 
     def _next_slots(self, width: int) -> Tensor:
         """(width,) slots of the next tokens in the head's K/V."""
@@ -257,7 +262,7 @@ def head_run(
         return None
     if cache.offloading or len(cache.layers) != structure.num_layers:
         return None
-    state = head_state_of(cache, head.identity)
+    state = head_state_of(cache, head.identity, head.norm.weight.dtype)
     if state is None:
         return None
     return HeadRun(structure, cache, head, embed, state, is_lazy=is_lazy)

@@ -12,6 +12,7 @@ from packaging import version
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
@@ -112,6 +113,15 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows:
             "afterwards, or detach TIDE for this call.",
         )
     return cache
+
+
+def add_layers(cache: Any, config: Any) -> None:
+    """Give a `DynamicCache()`, made without a config, the layers that it would add while it is filled.
+
+    Where layers share K/V, as in Gemma 4, it stays as it is.
+    """
+    if type(cache) is DynamicCache and not cache.layers and not getattr(config, "num_kv_shared_layers", 0):
+        cache.layers.extend(DynamicLayer() for _ in range(config.num_hidden_layers))
 
 
 def last_slot(cache: Cache) -> int | None:

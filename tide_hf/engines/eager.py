@@ -16,7 +16,7 @@ from ..base_model.unembed import DraftUnembed, greedy_tokens
 from ..common.choices import EAGER
 from ..depth.gates import FixedDepthRun, LayerRun, active, on_device
 from ..depth.head_drafting import HeadRun, head_run
-from ..depth.kv_cache import CacheSlots, crop, last_slot, order_prefetch, start_recording, stop_recording
+from ..depth.kv_cache import CacheSlots, add_layers, crop, last_slot, order_prefetch, start_recording, stop_recording
 from ..kernels.cpu.cpp_kernels import are_ready
 from ..speculation.attachment import Attachment
 from ..speculation.call import Call
@@ -55,6 +55,7 @@ class EagerEngine:
         self.ranks = ranks_of(model)
         # The head's K/V are in the call's cache, so the head does not draft if the model may replace that cache.
         routers = None if may_replace_cache(text_config, self.input_ids.shape[1]) else attachment.routers
+        add_layers(cache, text_config)
         is_lazy = fills_head_lazily and self.input_ids.shape[0] == 1
         self.head = head_run(structure, cache, routers, model.get_input_embeddings(), is_lazy=is_lazy)
         self.run = self.head or LayerRun(structure, cache)
