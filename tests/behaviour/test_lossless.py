@@ -164,6 +164,22 @@ def test_tokens_are_the_base_models(case):
         check_heads(case)
 
 
+@pytest.mark.parametrize("engine", ATTACH)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_mixture_of_experts_may_return_its_routers_logits(rows, engine):
+    """Training leaves that in a model's config; a batch has masks that plain decoding lacks."""
+    plain, model, options = tiny_model("mixtral"), tiny_model("mixtral"), dict(OPTIONS)
+    if engine == "eager":
+        options["output_router_logits"] = True
+    else:
+        plain.config.output_router_logits = model.config.output_router_logits = True
+    expected = plain.generate(prompts(rows)["input_ids"], **options)
+    ATTACH[engine](model)
+    use_drafter(model, "mixed", new_tokens(expected))
+    assert torch.equal(model.generate(prompts(rows)["input_ids"], **options), expected)
+    assert model.last_exit_stats.accepted > 0
+
+
 @pytest.mark.parametrize("engine", ["compiled", "captured"])
 @pytest.mark.parametrize("family", slow_but(("llama",), SDPA))
 def test_tokens_by_eager_attention_are_the_base_models(family, engine):

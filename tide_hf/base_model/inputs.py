@@ -17,6 +17,9 @@ POSITIONS = frozenset({*TYPES, "image_grid_thw", "video_grid_thw", "second_per_g
 CROSS_ATTENDED = ("cross_attention_mask", "image_attention_mask")
 
 
+ROUTER_LOSS = "output_router_logits"  # has a mixture of experts compute the loss of its routers
+
+
 def takes_media(model: Any) -> bool:
     """Whether the model is multimodal: a wrapper around a text model."""
     return model.config.get_text_config() is not model.config
@@ -30,6 +33,16 @@ def names_of_prompt_inputs(model: Any) -> frozenset[str]:
 def is_absent(value: Any) -> bool:
     """Whether an input is absent: `None`, or the empty encoder output of a prompt without media."""
     return value is None or (isinstance(value, dict) and not value)
+
+
+def without_router_loss(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Change `inputs` so that a mixture of experts computes no loss of its routers; return them.
+
+    Training leaves a config that asks for the loss, and for the loss a mask may not cover cached tokens.
+    """
+    if inputs.get(ROUTER_LOSS) or getattr(model.config, ROUTER_LOSS, False):
+        inputs[ROUTER_LOSS] = False
+    return inputs
 
 
 def next_token_types(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..common.errors import UnsupportedModelError, quoted
 from .hooks import hook_layers
+from .inputs import without_router_loss
 from .structure import CACHE, DecoderStructure, evaluating, input_device
 from .unembed import Unembed
 
@@ -65,7 +66,7 @@ def probe(model: PreTrainedModel, structure: DecoderStructure, start: int, end: 
                 inputs["position_ids"] = positions
             inputs = model.prepare_inputs_for_generation(tokens, use_cache=True, **{CACHE: cache}, **inputs)
         with evaluating(model):
-            return model(**inputs).logits[0].float()
+            return model(**without_router_loss(model, inputs)).logits[0].float()
     except torch.OutOfMemoryError:  # says nothing about the model
         raise
     # Errors that models raise if they require images or audio.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base_model.inputs import next_token_types
+from ..base_model.inputs import next_token_types, without_router_loss
 from ..base_model.structure import CACHE, bounds_positions, has_windows, last_position, may_replace_cache
 from ..base_model.unembed import DraftUnembed, greedy_tokens
 from ..common.choices import EAGER
@@ -292,7 +292,7 @@ class EagerEngine:
         inputs = self.model.prepare_inputs_for_generation(ids, **kwargs)
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = width
-        return inputs
+        return without_router_loss(self.model, inputs)
 
     def _upload(self, tokens: list[list[int]]) -> Tensor:
         """Tokens on the device of the prompt, (rows, width)."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ...base_model.inputs import without_router_loss
 from ...base_model.structure import CACHE, DecoderStructure, bounds_positions
 from ...base_model.unembed import DraftUnembed, Unembed, greedy_tokens
 from ...depth.fused_layers import FusedLayers
@@ -258,7 +259,7 @@ class StepBuffers:
             if self._bounds_positions:
                 positions = torch.minimum(positions, self.highest_position)
             inputs["position_ids"] = positions
-        return self.parts.model(**inputs, return_dict=True)
+        return self.parts.model(**without_router_loss(self.parts.model, inputs), return_dict=True)
 
 
 def slots_for_now(filled: int, most: int) -> int:
