@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.structure import CACHE
-from tide_hf.common.errors import UnsupportedOptionError
+from tide_hf.common.errors import ConfigurationError, UnsupportedOptionError
 from tide_hf.depth import kv_cache
 from tide_hf.speculation.loop import SpeculativeDecoder
 
@@ -133,6 +133,17 @@ def test_scores_and_a_cache_to_go_on_from_are_returned(engine, family, rows, eos
     assert own_length == length == first.sequences.shape[1] - 1
     for name in ("scores", "logits"):
         torch.testing.assert_close(torch.stack(result[name]), torch.stack(first[name]), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 4)])
+@pytest.mark.parametrize("form", ["input_ids", "inputs_embeds"])
+def test_a_call_without_a_prompt_is_refused(form, shape):
+    model = TIDEModelForCausalLM.attach(tiny_model("llama"))
+    ids = torch.zeros(shape, dtype=torch.long)
+    inputs = {form: ids if form == "input_ids" else model.get_input_embeddings()(ids)}
+    with pytest.raises(ConfigurationError, match=r"no prompt.*: got a batch of . rows of . tokens\. Expected .* Pass"):
+        model.generate(**inputs, **OPTIONS)
+    assert model.generate(do_sample=False, max_new_tokens=3).shape == (1, 4)  # after the bos token
 
 
 def test_eos_inside_a_draft_ends_the_output(llama_tokens):

@@ -54,6 +54,19 @@ def test_tokens_in_a_cache_count_towards_the_limit():
         model.generate(**inputs, tide_strict=True, **OPTIONS, max_new_tokens=1)
 
 
+@pytest.mark.parametrize("repeats", [True, False], ids=["whole text", "new tokens"])
+def test_tokens_of_a_cache_count_once_whether_the_prompt_repeats_them_or_not(repeats):
+    model = limited_model("doge")
+    TIDEModelForCausalLM.attach(model, strict=True)
+    cache, ids = DynamicCache(config=model.config), prompt().repeat(1, 2)[:, : LIMIT - 4]
+    with torch.no_grad():
+        model(ids[:, :-4], **{CACHE: cache})
+    inputs = {"input_ids": ids if repeats else ids[:, -4:], "attention_mask": torch.ones_like(ids), CACHE: cache}
+    with pytest.raises(UnsupportedOptionError, match=f"got {LIMIT + 1} tokens of prompt and answer"):
+        model.generate(**inputs, **OPTIONS, max_new_tokens=5)
+    model.generate(**inputs, **OPTIONS, max_new_tokens=4)
+
+
 @pytest.mark.parametrize("family", LIMITED)
 def test_the_probe_finds_such_families_that_are_not_known(family, monkeypatch):
     model = limited_model(family, seed=1)

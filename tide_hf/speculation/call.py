@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from ..base_model.inputs import check_no_cross_attention
 from ..base_model.structure import CACHE, check_rope, rope_limits
-from ..common.errors import UnsupportedModelError, UnsupportedOptionError
+from ..common.errors import ConfigurationError, UnsupportedModelError, UnsupportedOptionError
 from ..depth.kv_cache import find_cache
 from ..depth.multi_token_passes import check_multi_token_passes, multi_token_limit
 from .rows import max_length_of
@@ -59,6 +59,12 @@ class Call:
         return max_length_of(self.stopping_criteria) or self.generation_config.max_length
 
     @property
+    def prompt_length(self) -> int:
+        """Number of tokens of the prompt, as ids or as embeddings."""
+        embeds = self.model_kwargs.get("inputs_embeds")
+        return (self.input_ids if embeds is None else embeds).shape[1]
+
+    @property
     def max_new_tokens(self) -> int:
         """Maximum number of tokens of the answer."""
         return self.max_length - self.input_ids.shape[1]
@@ -68,6 +74,13 @@ def check_call(model: Any, call: Call, mode: str = "self_speculative") -> None:
     """Refuse a call whose output the speculative loop cannot produce, or whose cache it cannot use."""
     mode, rows = f"tide_mode={mode!r}", call.input_ids.shape[0]
     config = model.config.get_text_config()
+    if not rows or not call.prompt_length:
+        raise ConfigurationError(
+            "there is no prompt to continue",
+            got=f"a batch of {rows} rows of {call.prompt_length} tokens",
+            expected="at least one row, and one token in each, such as the bos token",
+            do="Pass input_ids of at least one token.",
+        )
     _check_loop(model._tide.base_class, model.config.model_type, mode)
     check_no_cross_attention(mode, call.model_kwargs)
     refused = {
@@ -110,10 +123,18 @@ def _check_length(config: Any, call: Call) -> None:
     limits = rope_limits(config)
     if not limits and multi_token_limit(config) is None:
         return
-    positions, cache, embeds = (call.model_kwargs.get(name) for name in ("position_ids", CACHE, "inputs_embeds"))
-    length = (embeds if embeds is not None else call.input_ids).shape[1]
-    length += int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
+    length, positions = _num_slots(call), call.model_kwargs.get("position_ids")
     check_multi_token_passes(config, length + call.max_new_tokens)
     if limits:
         length = length if positions is None else int(positions.max()) + 1
         check_rope(config, length, length + call.max_new_tokens)
+
+
+def _num_slots(call: Call) -> int:
+    """Number of tokens of prompt and cache, padding included; a prompt may repeat the tokens of the cache, or not."""
+    mask, cache = (call.model_kwargs.get(name) for name in ("attention_mask", CACHE))
+    # `generate` drops a mask of ones, and stores its length.
+    masked = mask.shape[1] if mask is not None else getattr(call.generation_config, "_mask_length", None)
+    if masked is not None:
+        return int(masked)
+    return call.prompt_length + (int(cache.get_seq_length()) if isinstance(cache, Cache) else 0)
