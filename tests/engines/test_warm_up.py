@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from draft_heads import draft_head_for
-from families import tiny_model
+from families import longrope, tiny_model
 from on_steps import OPTIONS, attach_captured, attach_compiled, linear_heads, prompts, use_steps
 from recorded import as_it_is
 from transformers.utils import logging
@@ -83,6 +83,14 @@ def test_its_prompts_leave_room_for_the_answer(tiny_llama, max_length, positions
     model.generate = lambda ids, **options: lengths.append(ids.shape[1]) or generate(ids, **options)
     model.tide_warm_up(max_length=max_length)
     assert max(lengths) == longest
+
+
+def test_its_answers_end_before_the_rotary_embedding_changes():
+    """Beyond, the eager loop of transformers decodes, for which there is nothing to warm up."""
+    model = tiny_model("llama", rope_parameters=longrope(40))
+    steps = attach_captured(model)
+    assert model.tide_warm_up() > 0.0
+    assert {("verify", width) for width in WIDTHS} <= {(kind, size) for _, kind, size in steps._steps}
 
 
 def test_it_changes_neither_statistics_nor_drafter_nor_acceptance(tiny_llama):

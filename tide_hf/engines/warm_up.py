@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from ..base_model.structure import rope_limits
 from ..common.choices import check_counts, is_count
 from ..common.errors import ConfigurationError, short
 from ..depth.linear_gate import weight_dtypes
+from ..depth.multi_token_passes import multi_token_limit
 from ..kernels.cpu.cpp_kernels import DTYPES, are_ready, build_kernels
 from ..speculation.attachment import Attachment, head_priors
 from ..speculation.engine import UNREAD, Draft, DraftEngine
@@ -116,7 +118,7 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
     """
     kind = attachment.engines[engine]
     before, stats = kind.warm_up_seconds, model.last_exit_stats
-    most = min(max_length, getattr(model.config.get_text_config(), "max_position_embeddings", None) or max_length)
+    most = _most_tokens(model.config.get_text_config(), max_length)
     with kind.showing_warm_up():
         for number in numbers:
             _run(model, attachment, engine, number, PROMPT_LENGTHS[0], most)
@@ -125,6 +127,13 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
                 _run(model, attachment, engine, number, length, length + 1, padded)
     model.last_exit_stats = stats
     return kind.warm_up_seconds - before
+
+
+def _most_tokens(config: Any, max_length: int) -> int:
+    """The largest number of tokens, up to `max_length`, that the model has positions for, and drafts are made for."""
+    limit = multi_token_limit(config)
+    limits = (getattr(config, "max_position_embeddings", None), *rope_limits(config).values(), limit and limit[1])
+    return min(max_length, *(known for known in limits if known), max_length)
 
 
 def compile_kernels(attachment: Attachment) -> float:
