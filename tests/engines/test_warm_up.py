@@ -93,6 +93,26 @@ def test_its_answers_end_before_the_rotary_embedding_changes():
     assert {("verify", width) for width in WIDTHS} <= {(kind, size) for _, kind, size in steps._steps}
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_time": 1e-9},
+        {"stop_strings": ["a"]},
+        {"exponential_decay_length_penalty": (3, 1.2)},
+        {"cache_implementation": "static"},
+        {"output_attentions": True, "output_hidden_states": True},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_it_does_not_depend_on_the_model_s_generation_config(tiny_llama, settings):
+    model = tiny_llama()
+    steps = attach_captured(model)
+    model.generation_config.update(**settings)
+    model.tide_warm_up(2, max_length=100)
+    assert {("verify", width) for width in WIDTHS} <= {(kind, size) for _, kind, size in steps._steps}
+    assert all(getattr(model.generation_config, name) == value for name, value in settings.items())
+
+
 def test_it_changes_neither_statistics_nor_drafter_nor_acceptance(tiny_llama):
     model = tiny_llama()
     attach_captured(model, as_calibrated(linear_heads(model)))

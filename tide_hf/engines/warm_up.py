@@ -27,6 +27,9 @@ PROMPT_LENGTHS = (8, 40, 80, 160, 320)
 ANSWER_LENGTH = 2 * sum(WIDTHS)  # enough for the drafts of all verify widths
 OPTIONS = {"tide_mode": "self_speculative", "tide_strict": True, "do_sample": False, "return_dict_in_generate": False}
 OPTIONS |= {"num_beams": 1, "num_return_sequences": 1, "eos_token_id": None, "pad_token_id": 0}
+# In a model's generation config these would end the warm-up, or keep its calls from the steps.
+OPTIONS |= dict.fromkeys(("max_time", "stop_strings", "exponential_decay_length_penalty", "cache_implementation"))
+OPTIONS |= {"output_attentions": False, "output_hidden_states": False}
 
 
 class WarmUp:
