@@ -7,6 +7,7 @@ from drafters import use_drafter, use_heads
 from families import tiny_model
 from on_steps import OPTIONS, WINDOWED, linear_heads, new_tokens, prompts
 from packed_weights import attach_packed, set_fastest_layouts
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
@@ -144,6 +145,8 @@ def test_what_acts_on_a_module_inside_is_not_bypassed(tiny_llama, widths):
     assert len(seen) == model.last_exit_stats.rounds + 1
     hook.remove()
     assert fused_layer(layer) is not None
+    with register_module_forward_hook(lambda *_: None):  # of all modules
+        assert fused_layer(layer) is None
     layer.self_attn.q_proj.forward.replaced = torch.nn.functional.linear  # as accelerate sets its own
     assert fused_layer(layer) is None
     assert fused_layer(layer.train()) is None

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -155,7 +156,8 @@ def _is_untouched(module: nn.Module) -> bool:
     """Whether nothing but this library's gates acts on a module."""
     forward = module.__dict__.get("forward")
     is_own = forward is None or (isinstance(forward, Gate) and forward.replaced is None)
-    return is_own and not (module._forward_hooks or module._forward_pre_hooks)
+    hooks = module._forward_hooks, module._forward_pre_hooks, _global_forward_hooks, _global_forward_pre_hooks
+    return is_own and not any(hooks)
 
 
 def _product(linear: nn.Module) -> Product | None:
