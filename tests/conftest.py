@@ -1,6 +1,7 @@
 """Settings and fixtures that tests share.
 
-The default run needs the Hub or PyPI once, for the real model; `pytest -m "not real_model"` needs no network.
+The default run needs the Hub or PyPI once, for the real model; `pytest -m "not real_model and not slow and not gpu"`
+needs no network.
 """
 
 import io

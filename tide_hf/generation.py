@@ -295,13 +295,7 @@ def _exit_run(attachment: Attachment, mode: str, call: Call, text_config: Any) -
         "exit_criterion": check_choice("exit_criterion", criterion or "router", EXIT_CRITERIA),
         "min_layers": 0 if min_layers is None else check_min_layers(min_layers),
     }
-    if not routers.exit_layers:
-        raise UnsupportedOptionError(
-            f"tide_mode={mode!r} has no layer at which tokens could exit",
-            got="routers without exit layers",
-            expected="exit layers, or in early_exit a draft head and kv_cache_strategy='recompute'",
-            do="Make routers with tide_hf.calibrate(), or choose another mode.",
-        )
+    routers.check_exit_layers(f"tide_mode={mode!r}")
     cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
     common = (attachment.structure, cache, routers, attachment.unembed)
     strategy = routers.config.kv_cache_strategy

@@ -16,7 +16,7 @@ from .base_model.unembed import Unembed
 from .base_model.wrappers import base_inside, check_wrapper
 from .common.errors import UnsupportedModelError, UnsupportedOptionError
 from .depth.gates import on_device
-from .hub.load import DEFAULT_ROUTERS, default_routers
+from .hub.load import find_routers
 from .model import TIDEModelForCausalLM
 from .routers.config import check_exit_threshold
 from .routers.routers import TIDERouters
@@ -40,6 +40,7 @@ class TIDELogitsProcessor(LogitsProcessor):
         ConfigurationError: The threshold is invalid.
         RoutersFileError, RoutersNotFoundError: The routers cannot be read.
         UnsupportedModelError: The model is not supported, or is attached.
+        UnsupportedOptionError: The routers have no exit layers.
     """
 
     def __init__(
@@ -57,17 +58,17 @@ class TIDELogitsProcessor(LogitsProcessor):
                 expected="a model that is not attached",
                 do="Call generate(tide_mode='post_hoc'), or TIDEModelForCausalLM.detach(model) first.",
             )
-        if not isinstance(routers, TIDERouters):
-            routers = default_routers(model) if routers == DEFAULT_ROUTERS else TIDERouters.from_pretrained(routers)
-        routers.check_base_model(model)
+        found: Any = find_routers(routers, model)
+        found.check_base_model(model)
+        found.check_exit_layers("TIDELogitsProcessor")
         structure = find_structure(model)
         self.unembed = Unembed(model, structure)
-        self.routers = routers.place(input_device(model), model.dtype)
+        self.routers: TIDERouters = found.place(input_device(model), model.dtype)
         self.exit_threshold = check_exit_threshold(
-            routers.config.exit_threshold if exit_threshold is None else exit_threshold
+            found.config.exit_threshold if exit_threshold is None else exit_threshold
         )
         self._states: dict[int, Tensor] = {}
-        self._hooks = hook_layers(structure, routers.exit_layers, self._store)
+        self._hooks = hook_layers(structure, found.exit_layers, self._store)
 
     def _store(self, exit_layer: int, output: Any) -> None:
         state = output[0] if isinstance(output, tuple) else output

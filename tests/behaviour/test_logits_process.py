@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draft_heads import REFERENCE, base_model
 from families import FAMILIES, VOCAB, prompt, tiny_model
 
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters
@@ -37,6 +38,11 @@ def test_tokens_are_those_of_post_hoc(family):
     TIDEModelForCausalLM.attach(model, routers, mode="post_hoc")
     assert torch.equal(model.generate(prompt(2), **OPTIONS), result)
     assert model.last_exit_stats.exit_rate > 0
+
+
+def test_a_draft_head_alone_has_no_exit_layers():
+    with pytest.raises(UnsupportedOptionError, match="TIDELogitsProcessor has no layer at which tokens could exit"):
+        TIDELogitsProcessor(base_model(), str(REFERENCE / "llama"))
 
 
 def test_routers_may_be_a_path(tmp_path):

@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
+from draft_heads import draft_head_for
 from on_steps import attach_without_compiler
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.cli.main import main
 from tide_hf.cli.prompts import read_prompts
+from tide_hf.routers.files import write_speculators
 
 NEW_TOKENS = 8
 
@@ -49,6 +51,14 @@ def test_argument_pipe_and_file_give_the_plain_models_answer(generate, tiny_mode
     assert (record["mode"], record["exit_threshold"], record["routers"]) == ("self_speculative", None, None)
     assert record["stats"]["total_tokens"] == NEW_TOKENS
     assert record["tokens_per_s"] == NEW_TOKENS / record["seconds"]
+
+
+def test_a_draft_head_in_another_format_drafts_as_routers_do(generate, tiny_model_folder, tiny_llama, tmp_path):
+    folder = tmp_path / "head"
+    write_speculators(draft_head_for(tiny_llama()), folder)
+    record = json.loads(generate("hello", "--routers", folder, "--json").out)
+    assert record["routers"] == str(folder)
+    assert record["tokens"] == plain_answer(tiny_model_folder, "<user>hello<answer>")[0]
 
 
 def test_raw_does_not_use_the_chat_template(generate, tiny_model_folder):

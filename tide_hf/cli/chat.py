@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     method = attached_method(loaded, args)
     conversation = Conversation(method, loaded.tokenizer, args.max_new_tokens)
     _notice(console, f"routers: {loaded.routers_origin or NO_ROUTERS}")
-    if method.lossless:  # the other modes run layer by layer, without warm-up
+    if method.model._tide.runs_on_steps:
         if not console.is_terminal:  # a terminal shows a progress bar instead
             _notice(console, WARMING_UP)
         method.model.tide_warm_up()

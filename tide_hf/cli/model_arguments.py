@@ -18,8 +18,9 @@ from ..common.choices import MODES
 from ..common.errors import ConfigurationError
 from ..common.measurements import load_average
 from ..evaluation.benchmark import DecodingMethod, tide_method, usable_threshold
-from ..hub.load import DEFAULT_ROUTERS, default_routers, load_model, shipped_routers
+from ..hub.load import DEFAULT_ROUTERS, default_routers, find_routers, load_model, read_routers, shipped_routers
 from ..model import TIDEModelForCausalLM
+from ..routers.eagle3 import ForeignHead
 from ..routers.routers import TIDERouters
 from .parser import ALL
 
@@ -50,18 +51,18 @@ def load(args: argparse.Namespace, loader: Callable[..., tuple[Any, Any]] = load
     return Loaded(model.to(device), tokenizer, routers, origin)
 
 
-def named_routers(args: argparse.Namespace) -> TIDERouters | None:
-    """Load the routers that --routers names; `None` without the option or for "default"."""
+def named_routers(args: argparse.Namespace) -> TIDERouters | ForeignHead | None:
+    """Load the routers, or the draft head, that --routers names; `None` without the option or for "default"."""
     asked = getattr(args, "routers", None)
-    return None if asked in (None, DEFAULT_ROUTERS) else TIDERouters.from_pretrained(asked)
+    return None if asked in (None, DEFAULT_ROUTERS) else read_routers(asked)
 
 
 def routers_for(
-    model: Any, args: argparse.Namespace, named: TIDERouters | None
+    model: Any, args: argparse.Namespace, named: TIDERouters | ForeignHead | None
 ) -> tuple[TIDERouters | None, str | None]:
     """Return the named routers, or else the routers shipped for the model, and the source of the routers."""
     if named is not None:
-        return named, args.routers
+        return find_routers(named, model), args.routers
     folder = shipped_routers(model)
     if folder is None and args.routers is None:
         return None, None

@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from ..common.errors import ConfigurationError, MissingPackageError
 from ..model import TIDEModelForCausalLM
+from ..routers.eagle3 import ForeignHead
 from ..routers.routers import TIDERouters
 from .model_arguments import modes_to_run, named_routers, routers_for
 
@@ -62,7 +63,7 @@ def prepared_models(prepare: Callable[[Any], Any]) -> Iterator[None]:
         ModelManager._load_model = load
 
 
-def attach_warmed_up(model: Any, args: argparse.Namespace, named: TIDERouters | None) -> Any:
+def attach_warmed_up(model: Any, args: argparse.Namespace, named: TIDERouters | ForeignHead | None) -> Any:
     """Attach TIDE with the command's arguments, and warm up the engine, so that no request waits for the warm-up."""
     routers, _ = routers_for(model, args, named)
     modes_to_run(args.mode, routers)
@@ -74,6 +75,6 @@ def attach_warmed_up(model: Any, args: argparse.Namespace, named: TIDERouters | 
         engine=args.engine,
         remembered_tokens=args.remembered_tokens,
     )
-    if args.mode == "self_speculative":  # the other modes run layer by layer, without warm-up
+    if attached._tide.runs_on_steps:
         attached.tide_warm_up()
     return attached

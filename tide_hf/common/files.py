@@ -19,7 +19,7 @@ ABANDONED_AFTER = 3600  # seconds; writing a file takes only a few seconds
 
 
 def cache_folder() -> Path:
-    """The folder of converted models and compiled kernels."""
+    """The folder of converted models, compiled kernels and steps, and measurements."""
     return Path(os.environ.get("TIDE_HF_HOME") or Path(constants.HF_HOME) / "tide_hf").expanduser()
 
 

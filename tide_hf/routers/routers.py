@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ..base_model.structure import find_structure
 from ..base_model.unembed import hash_distance, unembed_hash
 from ..base_model.wrappers import base_inside
-from ..common.errors import BaseModelMismatchError, UnsupportedModelError
+from ..common.errors import BaseModelMismatchError, UnsupportedModelError, UnsupportedOptionError
 from ..common.hub_access import hub_options
 from .config import WHERE, TIDEConfig, bad_file, read_config
 from .draft_head import DraftHead, DraftHeadConfig
@@ -253,6 +253,16 @@ class TIDERouters(PreTrainedModel):
             BaseModelMismatchError: Shapes or, without `ignore_base_mismatch`, heads differ ([`unembed.unembed_hash`]).
         """
         check_base_model(self.config, model, ignore_base_mismatch=ignore_base_mismatch)
+
+    def check_exit_layers(self, needed_by: str) -> None:
+        """Raise [`UnsupportedOptionError`], which says that `needed_by` needs exit layers, if there are none."""
+        if not self.exit_layers:
+            raise UnsupportedOptionError(
+                f"{needed_by} has no layer at which tokens could exit",
+                got="routers without exit layers",
+                expected="exit layers, or in early_exit a draft head and kv_cache_strategy='recompute'",
+                do="Make routers with tide_hf.calibrate(), or choose another mode.",
+            )
 
 
 def check_base_model(config: TIDEConfig, model: PreTrainedModel, *, ignore_base_mismatch: bool = False) -> None:

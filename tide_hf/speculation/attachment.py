@@ -87,6 +87,11 @@ class Attachment:
         """Whether tokens exit with the draft head in `early_exit`."""
         return self.config.exits_with_head
 
+    @property
+    def runs_on_steps(self) -> bool:
+        """Whether calls in the attached mode run on the engine, and not layer by layer without it."""
+        return self.mode == "self_speculative" or (self.mode == "early_exit" and self.exits_with_head)
+
     def threshold_of(self, mode: str) -> float:
         """The exit threshold of calls in `mode` that set none."""
         return self.config.threshold_of(mode) if self.exit_threshold is None else self.exit_threshold

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
 from ...common.errors import UnsupportedOptionError
+from ...hub.load import DEFAULT_ROUTERS, read_routers
 from ...model import TIDEModelForCausalLM
-from ...routers.routers import TIDERouters
 from ..teacher_forcing import exit_logits
 
 
@@ -44,7 +44,7 @@ class TIDELM(HFLM):
 
     Args:
         pretrained: As in lm-eval's `hf`: Hub name or folder of the base model, or a model.
-        routers: The base model's routers: a folder, a Hub repository or `TIDERouters`.
+        routers: The base model's routers, as in `TIDEModelForCausalLM.attach`.
         tide_mode: `"self_speculative"`, `"early_exit"` or `"post_hoc"`.
         exit_threshold: Exit where a router's score is at least this; default: the calibrated value.
         routers_revision: Revision of the routers' Hub repository.
@@ -64,8 +64,8 @@ class TIDELM(HFLM):
         **kwargs: Any,
     ) -> None:
         super().__init__(pretrained, **kwargs)
-        if isinstance(routers, str):
-            routers = TIDERouters.from_pretrained(routers, revision=routers_revision)
+        if isinstance(routers, str) and routers != DEFAULT_ROUTERS:
+            routers = read_routers(routers, revision=routers_revision)
         TIDEModelForCausalLM.attach(self.model, routers, mode=tide_mode, exit_threshold=exit_threshold)
         if tide_mode != "self_speculative":
             self.model._tide.require_routers(f"tide_mode={tide_mode!r}")
