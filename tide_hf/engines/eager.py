@@ -64,7 +64,7 @@ class EagerEngine:
         self.is_returned, self.max_new_tokens = call.cache_is_returned, call.max_new_tokens
         self.temperature = float(self.config.temperature or 1.0) if self.config.do_sample else 0.0
         self.last_slot = last_slot(cache)
-        self.slots: CacheSlots | None = None  # set by prefill
+        self._slots: CacheSlots | None = None  # set by prefill
         self.positions: Tensor | None = None  # of the next tokens, (rows,); (kinds, rows) for mRoPE
         self.highest_position: Tensor | None = None  # (), that passes may use; `None` if higher ones do no harm
         self.types: dict[str, Tensor] = {}  # token types of generated tokens, by input name
@@ -90,12 +90,13 @@ class EagerEngine:
     @property
     def free_slots(self) -> int | None:
         """How many draft tokens a static cache or learned position embeddings still allow; `None` without a limit."""
-        return None if self.last_slot is None else max(0, self.last_slot - self._slots.length - 1)
+        return None if self.last_slot is None else max(0, self.last_slot - self.slots.length - 1)
 
     @property
-    def _slots(self) -> CacheSlots:
-        assert self.slots is not None  # set by prefill
-        return self.slots
+    def slots(self) -> CacheSlots:
+        """The slots of the call's cache, after prefill."""
+        assert self._slots is not None  # set by prefill
+        return self._slots
 
     def costs_of(self, num_rows: int) -> CostTable:
         """Measured costs of passes over `num_rows` rows."""
@@ -108,8 +109,8 @@ class EagerEngine:
             with active(self.run), self._attention():
                 yield
         except BaseException:  # from a streamer, a criterion or Ctrl-C: the caller may reuse the cache
-            if self.slots is not None and self.is_returned:
-                self.slots.break_off()
+            if self._slots is not None and self.is_returned:
+                self._slots.break_off()
             raise
         finally:
             if self.head is not None:
@@ -134,7 +135,7 @@ class EagerEngine:
         threshold, ops = float(self.attachment.config.compaction_threshold), self.attachment.unembed.ops
         config = self.model.config.get_text_config()
         length, windows = int(cache.get_seq_length()), has_windows(config)
-        self.slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows)
+        self._slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows)
         self.positions = None if positions is None else _last_positions(positions, len(self.rows))
         if (most := last_position(config)) is not None:  # as a limit on slots, which is lower if positions are ahead
             ahead = 0 if positions is None else max(0, int(positions.max()) + 1 - length)
@@ -161,7 +162,7 @@ class EagerEngine:
         inputs = [[last, *tokens][fed:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
         if isinstance(head, HeadRun) and exit_layer == head.exit_layer:
             self._head_steps += 1
-            top, scores = head.draft(self._upload(inputs), self._slots.mask_for(fed + 1))
+            top, scores = head.draft(self._upload(inputs), self.slots.mask_for(fed + 1))
         else:
             is_usual &= self._draft_unembed is not None
             top, scores = self._draft_from(exit_layer, inputs)
@@ -178,14 +179,14 @@ class EagerEngine:
         head, fed = self.head, len(self._fed)
         assert isinstance(head, HeadRun)  # `head_layer` is 0
         inputs = [[last, *tokens][fed:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
-        logits = head.draft_logits(self._upload(inputs), self._slots.mask_for(fed + 1))
+        logits = head.draft_logits(self._upload(inputs), self.slots.mask_for(fed + 1))
         self._fed.append(head.exit_layer)
         self._head_steps += 1
         return head.head.whole_vocab(logits, self.attachment.structure.vocab_size)
 
     def _draft_from(self, exit_layer: int, inputs: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Run the layers up to an exit layer; return the tokens (rows) that its head drafts, and their scores."""
-        attachment, cache = self.attachment, self._slots.cache
+        attachment, cache = self.attachment, self.slots.cache
         if self._draft_unembed is None:
             self._draft_unembed = attachment.draft_unembed()
         run = FixedDepthRun(attachment.structure, cache, exit_layer)
@@ -209,7 +210,7 @@ class EagerEngine:
         # Each layer is cropped only once, since every crop lets a sliding-window layer drop tokens before its window.
         for layer_idx in range(max(self._fed, default=0)):
             num_steps = sum(exit_layer > layer_idx for exit_layer in self._fed)
-            crop(self._slots.cache.layers[layer_idx], num_steps)
+            crop(self.slots.cache.layers[layer_idx], num_steps)
         if self.head is not None and self._head_steps:
             self.head.rollback(self._head_steps)
         self._fed.clear()
@@ -244,7 +245,7 @@ class EagerEngine:
     def commit(self, new_tokens: list[list[int]]) -> None:
         """Keep the K/V of the accepted tokens of the last pass; see `Engine.commit`."""
         accepted = [len(tokens) for tokens in new_tokens]
-        self._slots.commit(self._width, accepted)
+        self.slots.commit(self._width, accepted)
         if self.head is not None:
             self.head.commit(accepted)
         if self.positions is not None:
@@ -260,7 +261,7 @@ class EagerEngine:
         """Keep only these rows of the batch."""
         self.rows = [self.rows[row] for row in rows]
         self.last_tokens = [self.last_tokens[row] for row in rows]
-        index = self._slots.select(rows)
+        index = self.slots.select(rows)
         if self.head is not None:
             self.head.select(index)
         if self.positions is not None:
@@ -269,17 +270,17 @@ class EagerEngine:
     def finish(self, settle: bool) -> Any:
         """Return the cache as plain decoding would leave it; see `Engine.finish`."""
         if settle:
-            self._slots.settle()
-        stop_recording(self._slots.cache)
+            self.slots.settle()
+        stop_recording(self.slots.cache)
         if self.head is not None and self.is_returned:
             self.head.remember()
-        return self._slots.cache
+        return self.slots.cache
 
     def inputs_of(self, ids: Tensor, start: int = 0) -> dict[str, Any]:
         """Prepare the model's inputs for a pass over `ids` (rows, width), which follow `start` draft tokens."""
         rows, width = ids.shape
-        kwargs = {**self.model_kwargs, CACHE: self._slots.cache}
-        kwargs["attention_mask"] = self._slots.mask_for(start + width)
+        kwargs = {**self.model_kwargs, CACHE: self.slots.cache}
+        kwargs["attention_mask"] = self.slots.mask_for(start + width)
         if self.positions is not None:
             steps = torch.arange(start, start + width, device=self.positions.device)
             positions = self.positions[..., None] + steps

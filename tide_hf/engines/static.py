@@ -157,7 +157,7 @@ class StaticEngine:
         eager = self.eager
         if not self._has_steps:
             return eager
-        cache, mask, positions = eager._slots.cache, eager._slots.mask, eager.positions
+        cache, mask, positions = eager.slots.cache, eager.slots.mask, eager.positions
         if not all(getattr(layer, "is_initialized", True) for layer in cache.layers):
             logger.info("the call runs eagerly after prefill: some cache layers are empty")
             return eager
@@ -181,7 +181,7 @@ class StaticEngine:
         self._rows = RowMap(rows, buffers.rows)
         mask = mask[self._rows.shown] if mask is not None else None
         buffers.load(cache, length, mask, eager.head.prev_hidden_state if eager.head is not None else None)
-        self._slots = StaticCacheSlots(buffers.cache, length, mask, eager._slots.compaction_threshold)
+        self._slots = StaticCacheSlots(buffers.cache, length, mask, eager.slots.compaction_threshold)
         self._masked = length
         self._positions = [[0]] * rows if positions is None else positions.reshape(-1, rows).T.tolist()
         self._highest_position = max(map(max, self._positions)) + room - 1
@@ -299,7 +299,7 @@ class StaticEngine:
         eager = self.eager
         if self._buffers is not None and eager.is_returned:
             self._slots.settle()
-            give_back(self.buffers.cache, eager._slots.cache, self._slots.length)
+            give_back(self.buffers.cache, eager.slots.cache, self._slots.length)
             if eager.head is not None and self._accepted is not None:
                 eager.head.continue_from(self.buffers.last_hidden_states, self._accepted)
         return eager.finish(settle)
