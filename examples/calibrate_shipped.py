@@ -24,13 +24,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_minutes": 100,
     },
     "Qwen/Qwen2.5-Coder-0.5B-Instruct": {
-        "samples": 2000,
+        "samples": 8000,
         "batch_size": 256,
         "exit_layers": [12, 18, 22],
         "translator_rank": 64,
         "draft_vocab_size": 3072,
         "draft_intermediate_size": 256,
-        "max_minutes": 30,
+        "max_minutes": 120,
     },
     # Not shipped: the Gemma Terms of Use, which hold for the model, would hold for its routers.
     "google/gemma-3-270m": {
