@@ -253,11 +253,14 @@ def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], engine: Dra
 
 
 def head_priors(attachment: Attachment, engine: DraftEngine) -> dict[int, float]:
-    """The exit layers whose heads draft, and how often each head agreed with the base model in calibration."""
+    """The exit layers whose heads draft, and how often each head agreed with the base model in calibration.
+
+    Where the draft head drafts, exit layers do not: a token of theirs costs most of a full pass, and its step takes
+    seconds to compile.
+    """
     config = attachment.config
     record = config.calibration or {}
-    measured = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
-    priors = {layer: agreement for layer, agreement in measured.items() if layer in (config.exit_layers or [])}
     if engine.head_layer is not None:
-        priors[engine.head_layer] = float(record.get("draft_head", {}).get("agreement", UNKNOWN_AGREEMENT))
-    return priors
+        return {engine.head_layer: float(record.get("draft_head", {}).get("agreement", UNKNOWN_AGREEMENT))}
+    measured = {int(layer): float(row["agreement"]) for layer, row in record.get("exit_layers", {}).items()}
+    return {layer: agreement for layer, agreement in measured.items() if layer in (config.exit_layers or [])}

@@ -13,6 +13,8 @@ namespace {
 
 constexpr int64_t kPrefetchBytes = 8192;  // prefetch distance in the weights
 constexpr int64_t kCachedBytes = 131072;  // bytes of weights that stay in a core's L2 cache
+constexpr int64_t kInnerBytes = 24576;    // bytes of the input that stay in a core's L1 cache beside weights
+constexpr int64_t kOuterBytes = 40960;    // bytes of the input beyond which rereading it costs more than parts do
 constexpr int64_t kPanel = 96;            // maximum rows of weights in a panel, which all rows of the input use in turn
 constexpr int64_t kMaxRows = 256;         // rows of the input at a time, to bound the aligned copy of the input
 constexpr int64_t kMinWorkPerThread = 32768;  // multiply-adds; for fewer, synchronising another thread costs more
@@ -24,9 +26,9 @@ constexpr int64_t kMinWorkPerThread = 32768;  // multiply-adds; for fewer, synch
 #define ALWAYS_INLINE
 #endif
 
-inline void prefetch(const void* address) {
+inline void prefetch(const void* address, int64_t distance = kPrefetchBytes) {
 #if defined(__GNUC__)
-  __builtin_prefetch(static_cast<const char*>(address) + kPrefetchBytes);
+  __builtin_prefetch(static_cast<const char*>(address) + distance);
 #endif
 }
 
@@ -245,9 +247,53 @@ void multiply_panel(const Input<Weight>& x, int64_t first, const Split<Weight>& 
   }
 }
 
+// Multiply kRows rows of the input, from `first` on, by a panel of `count` rows of float32 weights, one part of their
+// columns after the other, so that the part's input stays in the L1 cache. Sums are those of whole rows.
+template <int kRows>
+void multiply_in_parts(const Input<float>& x, int64_t first, const Split<float>& split, const float* w, int64_t size,
+                       const Scales&, const float* bias, float* y, int64_t size_out, int64_t count) {
+  constexpr int64_t kLanes = Split<float>::kLanes, kPart = kInnerBytes / (kRows * kLanes * sizeof(float));
+  Floats sums[kRows][kPanel];
+  const int64_t has_head = split.head > 0;
+  for (int64_t from = 0; from < split.full || from == 0; from += kPart) {
+    const int64_t to = std::min(from + kPart, split.full);
+    for (int64_t n = 0; n < count; ++n) {
+      const float* row = w + n * size;
+      Floats own[kRows];
+      const auto add = [&](const Floats& weights, int64_t place) ALWAYS_INLINE {
+#pragma GCC unroll 16
+        for (int m = 0; m < kRows; ++m) own[m] = at::vec::fmadd(weights, Floats::loadu(x.at(first + m, place)), own[m]);
+      };
+#pragma GCC unroll 16
+      for (int m = 0; m < kRows; ++m) own[m] = from > 0 ? sums[m][n] : Floats(0.0f);
+      if (from == 0 && has_head) add(to_floats(row, split.head), 0);
+      for (int64_t i = from; i < to; ++i) {
+        const float* next = row + split.head + i * kLanes;
+        add(to_floats(next), has_head + i);
+        prefetch(next, size * sizeof(float));
+      }
+      if (to == split.full && split.tail > 0)
+        add(to_floats(row + size - split.tail, split.tail), has_head + split.full);
+#pragma GCC unroll 16
+      for (int m = 0; m < kRows; ++m) sums[m][n] = own[m];
+    }
+  }
+  for (int m = 0; m < kRows; ++m)
+    for (int64_t n = 0; n < count; ++n) {
+      float found;
+      horizontal_sums<1>(&sums[m][n], &found);
+      y[(first + m) * size_out + n] = found + (bias == nullptr ? 0.0f : bias[n]);
+    }
+}
+
 template <class Weight, bool kIsGrouped, int... kRows>
 constexpr auto by_rows(std::integer_sequence<int, kRows...>) {
   return std::array{multiply_panel<Weight, kIsGrouped, kRows + 1>...};
+}
+
+template <int... kRows>
+constexpr auto by_rows_in_parts(std::integer_sequence<int, kRows...>) {
+  return std::array{multiply_in_parts<kRows + 1>...};
 }
 
 // Multiply all rows of the input by `count` rows of the weights, one L2-sized panel at a time.
@@ -259,6 +305,14 @@ void multiply_rows(const Value* x, int64_t rows, const Weight* w, int64_t size, 
   const Input<Weight> input(x, rows, size, split);
   const int64_t held = kCachedBytes / (size * static_cast<int64_t>(sizeof(Weight))) / kBlock * kBlock;
   const int64_t panel = std::clamp<int64_t>(held, kBlock, kPanel), tiles = (rows + kTile - 1) / kTile;
+  if constexpr (std::is_same_v<Weight, float>)
+    if (rows > 1 && rows <= kFewFloats && rows * size * static_cast<int64_t>(sizeof(float)) > kOuterBytes) {
+      static constexpr auto kInParts = by_rows_in_parts(std::make_integer_sequence<int, kFewFloats>());
+      for (int64_t n = 0; n < count; n += kPanel)
+        kInParts[rows - 1](input, 0, split, w + n * size, size, scales, bias == nullptr ? bias : bias + n, y + n, size_out,
+                           std::min(kPanel, count - n));
+      return;
+    }
   for (int64_t n = 0; n < count; n += panel) {
     const Scales s = scales.from(n);
     const Value* b = bias == nullptr ? bias : bias + n;
