@@ -49,9 +49,9 @@ def test_only_the_text_between_known_markers_is_replaced(results, tmp_path, caps
     assert text.startswith("a\n<!-- report: speed -->\n\n|  | chat |")
     assert text.endswith("|\n\n<!-- end of speed -->\nb\n<!-- report: x -->\n<!-- end of x -->")
     assert reported(results, readme, "--check") == 0
-    smaller = {path.name for path in RESULTS.iterdir() if path.is_dir()} - {"quick"}  # each has a table
+    smaller = {path.name for path in RESULTS.iterdir() if path.is_dir()} - {"quick"}  # each has a table of speeds
     pages = "".join(page.read_text(encoding="utf-8") for page in report.PAGES)
-    assert [name for name in smaller if f"<!-- report: {name}-" not in pages] == []
+    assert [name for name in smaller if f"<!-- report: {name}-speed -->" not in pages] == []
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in RESULTS.glob("*/REPORT.md")))
