@@ -15,8 +15,6 @@ TYPES = ("token_type_ids", "mm_token_type_ids")
 POSITIONS = frozenset({*TYPES, "image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
 # Masks for models that read images by cross-attention: the K/V of cross-attention layers come from images.
 CROSS_ATTENDED = ("cross_attention_mask", "image_attention_mask")
-
-
 ROUTER_LOSS = "output_router_logits"  # has a mixture of experts compute the loss of its routers
 
 

@@ -147,7 +147,7 @@ def continue_prompts(
             rows, room = [rows[number] for number in kept], room - stretch
             mask = functional.pad(inputs["attention_mask"], (0, len(new[0])), value=1)
             inputs = {"input_ids": generated[kept], "attention_mask": mask[kept]}
-            if cache is not None and 0 < len(kept) < len(new):
+            if cache is not None and room > 0 and 0 < len(kept) < len(new):  # selecting copies the K/V
                 cache.batch_select_indices(torch.tensor(kept, device=generated.device))
     return answers
 

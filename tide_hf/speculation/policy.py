@@ -146,10 +146,12 @@ class CostTable:
             return self._estimates[key] * self._pace
 
     def _record(self, key: CostKey, cost: float, num_passes: int, is_usual: bool) -> None:
-        usual = self._medians.get(key, cost)
-        self._spent += num_passes * min(cost, MAX_BOOKED * self._medians.get(key, self._prior(key)))
+        known = self._medians.get(key)
+        expected = known if known is not None else self._prior(key)
+        self._spent += num_passes * min(cost, MAX_BOOKED * expected)
         if not is_usual:
             return
+        usual = known if known is not None else cost
         is_comparable = self._since_plain <= COMPARABLE
         if is_comparable:
             self._samples[key].append(cost)
