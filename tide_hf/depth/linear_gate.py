@@ -23,6 +23,7 @@ from ..base_model.unembed import addresses_of
 from ..common.errors import UnsupportedOptionError
 from ..kernels.cpu.cpp_kernels import DTYPES
 from ..kernels.cpu.integer_weights import IntegerWeight, integers_of
+from ..kernels.cpu.lossless_weights import HalfWeight
 from ..kernels.cpu.weight_layouts import (
     PYTORCH_LAYOUTS,
     PlainWeight,
@@ -32,6 +33,7 @@ from ..kernels.cpu.weight_layouts import (
     clearly_faster_layout,
     fastest_layout,
     in_layout,
+    version_of,
 )
 from .gates import ACTIVE_RUN, Gate
 
@@ -39,7 +41,8 @@ MEMORY_SHARE = 0.25  # maximum share of the free memory that copies of weights m
 
 Layouts = tuple[type[WeightLayout], ...]
 
-KERNEL_LAYOUTS: Layouts = (PlainWeight, *PYTORCH_LAYOUTS)  # if compiled kernels may run
+LOSSLESS_LAYOUTS: Layouts = (HalfWeight,)  # of weights that need fewer bits than they have
+KERNEL_LAYOUTS: Layouts = (*LOSSLESS_LAYOUTS, PlainWeight, *PYTORCH_LAYOUTS)  # if compiled kernels may run
 DRAFT_LAYOUTS: Layouts = (QuantizedWeight, *KERNEL_LAYOUTS)  # for passes whose tokens are verified
 
 Product = Callable[[Tensor], Tensor]
@@ -47,6 +50,11 @@ Product = Callable[[Tensor], Tensor]
 _layouts: ContextVar[Layouts] = ContextVar("tide_hf_layouts", default=PYTORCH_LAYOUTS)
 # The chosen product function for each gate and input size; `None` while weights may change or a graph is traced.
 _products: ContextVar[dict[tuple[LinearGate, int], Product] | None] = ContextVar("tide_hf_products", default=None)
+
+
+def layouts_now() -> Layouts:
+    """The layouts in which gated linear layers may read their weights now."""
+    return _layouts.get()
 
 
 @contextmanager
@@ -74,6 +82,8 @@ class LinearGate(Gate):
         super().__init__(linear)
         self._size, self.may_copy, self._anywhere = linear.in_features, may_copy, anywhere
         self.converted: dict[type[WeightLayout], WeightLayout] = {}
+        # Whether a layout holds the weight's values, and the version of the weight of which that is known.
+        self._held: dict[type[WeightLayout], tuple[tuple[int, int], bool]] = {}
 
     def __call__(self, input: Tensor) -> Tensor:  # named as in nn.Linear
         """Run the layer in the fastest layout; outside TIDE's passes, run its own `forward`."""
@@ -121,10 +131,24 @@ class LinearGate(Gate):
         """Convert the weights to the fastest of `layouts` for a number of rows; `None` if PyTorch's own is faster."""
         if not self.sources():
             return None
-        if not self.may_copy:
-            layouts = tuple(layout for layout in layouts if not layout.is_copy)
+        layouts = tuple(
+            layout
+            for layout in layouts
+            if (self.may_copy or not layout.is_copy) and (layout not in LOSSLESS_LAYOUTS or self._has_in(layout, rows))
+        )
         layout = fastest_layout(self._weight.dtype, rows, layouts)
         return None if layout is None else self.convert(layout)
+
+    def _has_in(self, layout: type[WeightLayout], rows: int) -> bool:
+        """Whether a layout serves a number of rows, and holds the values of the weight."""
+        weight = self._weight
+        if not layout.serves(weight.dtype, rows):
+            return False
+        version, is_held = self._held.get(layout, (None, False))
+        if version != version_of(weight):
+            is_held = layout.holds(weight)
+            self._held[layout] = version_of(weight), is_held
+        return is_held
 
     def convert(self, layout: type[WeightLayout]) -> WeightLayout:
         """Return the weights in a layout, converted at first use and again after they have changed."""
@@ -147,11 +171,11 @@ class LinearGate(Gate):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave converted weights out of copies and pickles; a copy converts its own weights."""
-        return {**self.__dict__, "converted": {}}
+        return {**self.__dict__, "converted": {}, "_held": {}}
 
     def release(self) -> None:
         """Free the converted weights."""
-        self.converted = {}
+        self.converted, self._held = {}, {}
 
     def release_if_changed(self) -> None:
         """Free converted weights whose source was replaced or written to, including through `.data`."""
