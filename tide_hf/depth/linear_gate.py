@@ -23,7 +23,7 @@ from ..base_model.unembed import addresses_of
 from ..common.errors import UnsupportedOptionError
 from ..kernels.cpu.cpp_kernels import DTYPES
 from ..kernels.cpu.integer_weights import IntegerWeight, integers_of
-from ..kernels.cpu.lossless_weights import HalfWeight
+from ..kernels.cpu.lossless_weights import HalfWeight, InexactWeightError, RequantizedWeight
 from ..kernels.cpu.weight_layouts import (
     PYTORCH_LAYOUTS,
     PlainWeight,
@@ -41,7 +41,7 @@ MEMORY_SHARE = 0.25  # maximum share of the free memory that copies of weights m
 
 Layouts = tuple[type[WeightLayout], ...]
 
-LOSSLESS_LAYOUTS: Layouts = (HalfWeight,)  # of weights that need fewer bits than they have
+LOSSLESS_LAYOUTS: Layouts = (RequantizedWeight, HalfWeight)  # of weights that need fewer bits than they have
 KERNEL_LAYOUTS: Layouts = (*LOSSLESS_LAYOUTS, PlainWeight, *PYTORCH_LAYOUTS)  # if compiled kernels may run
 DRAFT_LAYOUTS: Layouts = (QuantizedWeight, *KERNEL_LAYOUTS)  # for passes whose tokens are verified
 
@@ -82,8 +82,9 @@ class LinearGate(Gate):
         super().__init__(linear)
         self._size, self.may_copy, self._anywhere = linear.in_features, may_copy, anywhere
         self.converted: dict[type[WeightLayout], WeightLayout] = {}
-        # Whether a layout holds the weight's values, and the version of the weight of which that is known.
-        self._held: dict[type[WeightLayout], tuple[tuple[int, int], bool]] = {}
+        self._inexact: dict[
+            type[WeightLayout], tuple[int, int]
+        ] = {}  # the version of the weight that a layout cannot hold
 
     def __call__(self, input: Tensor) -> Tensor:  # named as in nn.Linear
         """Run the layer in the fastest layout; outside TIDE's passes, run its own `forward`."""
@@ -131,24 +132,20 @@ class LinearGate(Gate):
         """Convert the weights to the fastest of `layouts` for a number of rows; `None` if PyTorch's own is faster."""
         if not self.sources():
             return None
+        version = version_of(self._weight)
         layouts = tuple(
             layout
             for layout in layouts
-            if (self.may_copy or not layout.is_copy) and (layout not in LOSSLESS_LAYOUTS or self._has_in(layout, rows))
+            if (self.may_copy or not layout.is_copy) and self._inexact.get(layout) != version
         )
         layout = fastest_layout(self._weight.dtype, rows, layouts)
-        return None if layout is None else self.convert(layout)
-
-    def _has_in(self, layout: type[WeightLayout], rows: int) -> bool:
-        """Whether a layout serves a number of rows, and holds the values of the weight."""
-        weight = self._weight
-        if not layout.serves(weight.dtype, rows):
-            return False
-        version, is_held = self._held.get(layout, (None, False))
-        if version != version_of(weight):
-            is_held = layout.holds(weight)
-            self._held[layout] = version_of(weight), is_held
-        return is_held
+        if layout is None:
+            return None
+        try:
+            return self.convert(layout)
+        except InexactWeightError:
+            self._inexact[layout] = version
+            return self.prepare(rows, layouts)
 
     def convert(self, layout: type[WeightLayout]) -> WeightLayout:
         """Return the weights in a layout, converted at first use and again after they have changed."""
@@ -171,11 +168,11 @@ class LinearGate(Gate):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave converted weights out of copies and pickles; a copy converts its own weights."""
-        return {**self.__dict__, "converted": {}, "_held": {}}
+        return {**self.__dict__, "converted": {}, "_inexact": {}}
 
     def release(self) -> None:
         """Free the converted weights."""
-        self.converted, self._held = {}, {}
+        self.converted, self._inexact = {}, {}
 
     def release_if_changed(self) -> None:
         """Free converted weights whose source was replaced or written to, including through `.data`."""

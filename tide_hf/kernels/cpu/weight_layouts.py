@@ -56,6 +56,7 @@ class WeightLayout:
 
     is_copy: ClassVar[bool] = True  # whether the layout takes memory of its own
     pays_after: ClassVar[int] = COPY_PAYS_AFTER  # tokens per row to decode, from which eager calls may convert to it
+    probed_value: ClassVar[float] = 0.5  # of weights that the layout is measured with
     is_traceable: ClassVar[bool] = False  # whether graphs can record `apply`; else they record an op of this module
 
     def __init__(self, *weights: Tensor) -> None:
@@ -69,11 +70,6 @@ class WeightLayout:
     def serves(dtype: torch.dtype, rows: int) -> bool:
         """Whether this layout suits the dtype and number of rows on this CPU; by default, if oneDNN has the dtype."""
         return can_pack(dtype)
-
-    @staticmethod
-    def holds(weight: Tensor) -> bool:
-        """Whether this layout can hold the values of a weight."""
-        return True
 
     @property
     def number(self) -> int:
@@ -295,7 +291,8 @@ def _seconds_of(layout: type[WeightLayout] | None, dtype: torch.dtype, rows: int
 def _measure(layout: type[WeightLayout] | None, dtype: torch.dtype, numbers: Sequence[int]) -> list[float]:
     """The seconds of products with each number of rows in a layout."""
     count = PROBED_WEIGHTS if numbers[0] < COMPUTE_BOUND_ROWS else FEW_WEIGHTS
-    weights = [torch.full((PROBED_SIZE, PROBED_SIZE), 0.5, dtype=dtype, device="cpu") for _ in range(count)]
+    value = WeightLayout.probed_value if layout is None else layout.probed_value
+    weights = [torch.full((PROBED_SIZE, PROBED_SIZE), value, dtype=dtype, device="cpu") for _ in range(count)]
     taken = None if layout is None else [layout(weight) for weight in weights]
 
     def multiply(rows: int) -> float:
