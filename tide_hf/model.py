@@ -74,11 +74,12 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             exit_threshold: A token exits if its exit score is at least this value; default: the calibrated value.
             routers_revision: Revision of the routers' Hub repository.
             ignore_base_mismatch: Use routers that were made for another model of the same shape.
-            pack_weights: On a CPU, copy float32 and bfloat16 weights into oneDNN's prepacked layout, if that layout is
-                measured to be faster. A pass over several tokens (or rows) then costs little more than a pass over one
-                token. Weights are copied at first use. `"auto"`: only if the copies take at most a quarter of the
-                memory that is free when TIDE is attached, and in eager calls not for a first short answer. `False`
-                leaves linear layers as they are, so the compiled engine's kernels for plain weights do not run either.
+            pack_weights: On a CPU, copy float32 and bfloat16 weights into layouts that are measured to be faster:
+                oneDNN's prepacked one, with which a pass over several tokens (or rows) costs little more than over one
+                token; and, for float32 weights whose values need fewer bits, those bits. Weights are copied at first
+                use. `"auto"`: only if the copies take at most a quarter of the memory that is free when TIDE is
+                attached, and in eager calls not for a first short answer. `False` leaves linear layers as they are, so
+                the compiled engine's kernels for plain weights do not run either.
             use_kernels: Run fused kernels: `"auto"` (if they are available), `True` (raise if they are not; on a CPU,
                 build them first) or `False`. See `ops.load_kernels`. Attaching makes the choice: attach again after
                 moving the model. On a CPU, `False` concerns eager calls alone.

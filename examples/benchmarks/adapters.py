@@ -241,6 +241,7 @@ def texts_file(bench: Bench) -> Path:
 
 PEER_WAYS = {
     "openvino": PeerWay("openvino"),
+    "openvino_fp16": PeerWay("openvino", "fp16"),
     "openvino_int8": PeerWay("openvino", "int8"),
     "openvino_lookup": PeerWay("openvino", how="prompt lookup", more=lambda _: "lookup"),
     "openvino_head": PeerWay("openvino", how="our draft head", more=draft_head_folder),

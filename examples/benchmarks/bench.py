@@ -72,6 +72,12 @@ class Bench:
         self.tokenizer.save_pretrained(folder)
         return folder
 
+    @torch.no_grad()
+    def round_weights(self, dtype: str) -> None:
+        """Round the model's weights to the values of another dtype, by its name in PyTorch; their own dtype stays."""
+        for weight in self.model.parameters():
+            weight.copy_(weight.to(getattr(torch, dtype)))
+
     def quantize(self) -> dict[str, Any]:
         """Quantise the weights of the model's linear layers, its head among them, to int8 with a scale a row.
 

@@ -101,9 +101,10 @@ def setting(model: Any) -> dict[str, Any]:
 
 
 def precision(record: dict[str, Any]) -> str:
-    """The dtype of a record, and what its weights were quantised by."""
-    quantized = record.get("quantized")
-    return f"{record['dtype']} with {quantized['weights']}" if quantized else record["dtype"]
+    """The dtype of a record, and what its weights were rounded to or quantised by."""
+    quantized, rounded = record.get("quantized"), record.get("rounded")
+    weights = quantized["weights"] if quantized else f"{rounded} weights" if rounded else ""
+    return f"{record['dtype']} with {weights}" if weights else record["dtype"]
 
 
 def write_record(record: dict[str, Any], file: Path) -> None:

@@ -69,7 +69,7 @@ class PeerModel:
     Args:
         bench: Its `versions` get the engine's.
         kind: A name in `PEERS`.
-        weights: "float32", or "int8": the engine quantises them by its own default.
+        weights: "float32", or "fp16" or "int8": the engine rounds or quantises them by its own default.
         more: What the engine's function in `peer_worker` takes beside them.
 
     Raises:

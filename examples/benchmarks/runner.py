@@ -24,6 +24,7 @@ from .common import FOLDER, RESULTS, setting, write_record
 from .suites import SUITES
 
 CONFIGS = FOLDER / "configs"
+HALF_PRECISION = ("bfloat16", "float16")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routers", help="folder or Hub repository (default: those shipped for the model)")
     parser.add_argument("--text", help="texts for perplexity and calibration (default: the model writes them)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: %(default)s)")
+    parser.add_argument("--round-to", choices=HALF_PRECISION, help="weights, as most are published (default: not)")
     parser.add_argument("--quantize", choices=["int8"], help="weights, by torchao (default: as they are)")
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: the GPU if there is one)")
     parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's)")
@@ -55,13 +57,17 @@ def run_suites(args: argparse.Namespace) -> list[Path]:
     console = Console(stderr=True)
     loaded = load(args, pypi_models.load)
     bench = Bench(loaded.model, loaded.tokenizer, loaded.routers, loaded.routers_origin, text=args.text)
+    rounded = {}
+    if args.round_to:
+        bench.round_weights(args.round_to)
+        rounded = {"rounded": args.round_to}
     quantized = {"quantized": bench.quantize()} if args.quantize else {}
     folder = args.output_dir if args.output_dir is not None else RESULTS / config_file.stem
     files = []
     for name in names:
         console.print(f"Suite {name}", highlight=False)
         files.append(folder / f"{name}.json")
-        record = run_suite(bench, name, settings[name]) | {"config": config_file.stem} | quantized
+        record = run_suite(bench, name, settings[name]) | {"config": config_file.stem} | rounded | quantized
         write_record(record, files[-1])
         for failure in failures(SUITES[name].checks(record)):
             console.print(f"token check failed: {failure}", markup=False, style="red")

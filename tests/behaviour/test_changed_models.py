@@ -6,12 +6,14 @@ import pytest
 import torch
 from families import prompt, tiny_model
 from on_steps import ATTACH
+from packed_weights import set_fastest_layouts
 from torch.nn.modules.module import register_module_forward_hook
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.common.errors import UnsupportedModelError
 from tide_hf.depth import linear_gate
 from tide_hf.kernels.cpu import weight_layouts
+from tide_hf.kernels.cpu.lossless_weights import HalfWeight
 from tide_hf.kernels.cpu.weight_layouts import PlainWeight, PrepackedWeight
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -60,19 +62,21 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("layout", [PrepackedWeight, PlainWeight])
+@pytest.mark.parametrize("layout", [PrepackedWeight, PlainWeight, HalfWeight])
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_stored_weights_follow_writes_that_pytorch_does_not_count(monkeypatch, layout, write):
+    set_fastest_layouts(monkeypatch)  # so that nothing is measured with the product below
     monkeypatch.setattr(linear_gate, "fastest_layout", lambda *_: layout)
 
     def product(state, stored, bias, _scales):
-        return torch.nn.functional.linear(state, torch.cat(stored), bias)
+        return torch.nn.functional.linear(state, torch.cat(stored).to(state.dtype), bias)
 
     monkeypatch.setattr(weight_layouts, "load_op", lambda *_: product)
-    model, other = tiny_model("llama"), tiny_model("llama")
-    TIDEModelForCausalLM.attach(model)
+    model, other = (tiny_model("llama").bfloat16().float() for _ in range(2))
+    TIDEModelForCausalLM.attach(model, pack_weights=True)
     before = answer(model)
     assert torch.equal(before, answer(other))
+    assert all(layout in one.self_attn.o_proj.forward.converted for one in model.model.layers)
     for one in (model, other):
         for layer in one.model.layers:
             write(layer.self_attn.o_proj.weight)

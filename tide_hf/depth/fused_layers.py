@@ -27,9 +27,9 @@ from ..common.errors import first_line
 from ..common.measurements import measured
 from ..common.timing import least_seconds
 from ..kernels.cpu.cpp_kernels import are_ready, load_op
-from ..kernels.cpu.weight_layouts import DECODE_ROWS, PlainWeight
+from ..kernels.cpu.weight_layouts import DECODE_ROWS, PlainWeight, StoredWeight
 from .gates import ExecuteLayer, Gate, LayerGate, LayerRun, active, input_state
-from .linear_gate import KERNEL_LAYOUTS, IntegerGate, LinearGate, allowed_layouts
+from .linear_gate import KERNEL_LAYOUTS, LOSSLESS_LAYOUTS, IntegerGate, LinearGate, allowed_layouts, layouts_now
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -46,8 +46,9 @@ class Product(NamedTuple):
     """A linear layer as the kernels read it: weight (out, in), scales if that is of integers, and bias (out,)."""
 
     weight: Tensor
-    scales: Tensor  # as in `IntegerWeight`; empty for weights that are not of integers
+    scales: Tensor  # as in `StoredWeight`
     bias: Tensor | None
+    is_stored: bool = False  # as a `StoredWeight`
 
 
 class Norm(NamedTuple):
@@ -79,7 +80,7 @@ class FusedLayer:
         head_eps = head_norms[0].eps if head_norms else 0.0
         # Numbers of heads of queries, keys and values.
         self.heads = [weight.shape[0] // head_size for weight in weights[:3]]
-        shapes = [(*weight.shape, weight.dtype, *scale.shape) for weight, scale, _ in products]
+        shapes = [(*weight.shape, weight.dtype, *scale.shape) for weight, scale, *_ in products]
         self.kind = f"{self.dtype}, {shapes}, heads of {head_size}"
         self._before = (*norms[0], weights[:3], biases, scales[:3], [norm.weight for norm in head_norms], head_eps)
         self._after = (scale, *norms[1], weights[3:], products[3].bias, scales[3:])
@@ -147,7 +148,7 @@ def _names(module: Any) -> set[str]:
 
 def _agree(products: list[Product], dtype: torch.dtype) -> bool:
     """Whether products have dtypes and biases that one call of a kernel takes."""
-    are_readable = all(product.scales.numel() or product.weight.dtype is dtype for product in products)
+    are_readable = all(product.is_stored or product.weight.dtype is dtype for product in products)
     biased = [product.bias is not None for product in products]
     return are_readable and len(set(biased[:3])) == 1 and not any(biased[4:])
 
@@ -166,9 +167,12 @@ def _product(linear: nn.Module) -> Product | None:
     if not isinstance(gate, LinearGate) or not gate.sources():
         return None
     bias = linear._parameters.get("bias")
+    lossless = tuple(layout for layout in layouts_now() if layout in LOSSLESS_LAYOUTS)
+    stored = gate.prepare(DECODE_ROWS[0], (*lossless, PlainWeight))
+    if isinstance(stored, StoredWeight):
+        return Product(stored.values, stored.scales, bias, is_stored=True)
     if isinstance(gate, IntegerGate):
-        integers: Any = gate.prepare(DECODE_ROWS[0], KERNEL_LAYOUTS)
-        return None if integers is None else Product(integers.integers, integers.scales, bias)
+        return None
     plain: Any = gate.convert(PlainWeight)
     return Product(plain.plain[0], torch.empty(0), bias)
 
@@ -191,7 +195,7 @@ class FusedLayers:
     def for_call(self) -> ExecuteLayer | None:
         """What runs the layers of one call in place of their forward; `None` if that would be none of them.
 
-        Weights must not be replaced during the call.
+        Weights are read in the layouts allowed now, and must not be replaced during the call.
         """
         found = self._with_limits()
         if not found:

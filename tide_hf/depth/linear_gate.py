@@ -23,6 +23,7 @@ from ..base_model.unembed import addresses_of
 from ..common.errors import UnsupportedOptionError
 from ..kernels.cpu.cpp_kernels import DTYPES
 from ..kernels.cpu.integer_weights import IntegerWeight, integers_of
+from ..kernels.cpu.lossless_weights import HalfWeight, InexactWeightError, RequantizedWeight
 from ..kernels.cpu.weight_layouts import (
     PYTORCH_LAYOUTS,
     PlainWeight,
@@ -32,6 +33,7 @@ from ..kernels.cpu.weight_layouts import (
     clearly_faster_layout,
     fastest_layout,
     in_layout,
+    version_of,
 )
 from .gates import ACTIVE_RUN, Gate
 
@@ -39,7 +41,8 @@ MEMORY_SHARE = 0.25  # maximum share of the free memory that copies of weights m
 
 Layouts = tuple[type[WeightLayout], ...]
 
-KERNEL_LAYOUTS: Layouts = (PlainWeight, *PYTORCH_LAYOUTS)  # if compiled kernels may run
+LOSSLESS_LAYOUTS: Layouts = (RequantizedWeight, HalfWeight)  # of weights that need fewer bits than they have
+KERNEL_LAYOUTS: Layouts = (*LOSSLESS_LAYOUTS, PlainWeight, *PYTORCH_LAYOUTS)  # if compiled kernels may run
 DRAFT_LAYOUTS: Layouts = (QuantizedWeight, *KERNEL_LAYOUTS)  # for passes whose tokens are verified
 
 Product = Callable[[Tensor], Tensor]
@@ -47,6 +50,11 @@ Product = Callable[[Tensor], Tensor]
 _layouts: ContextVar[Layouts] = ContextVar("tide_hf_layouts", default=PYTORCH_LAYOUTS)
 # The chosen product function for each gate and input size; `None` while weights may change or a graph is traced.
 _products: ContextVar[dict[tuple[LinearGate, int], Product] | None] = ContextVar("tide_hf_products", default=None)
+
+
+def layouts_now() -> Layouts:
+    """The layouts in which gated linear layers may read their weights now."""
+    return _layouts.get()
 
 
 @contextmanager
@@ -74,6 +82,9 @@ class LinearGate(Gate):
         super().__init__(linear)
         self._size, self.may_copy, self._anywhere = linear.in_features, may_copy, anywhere
         self.converted: dict[type[WeightLayout], WeightLayout] = {}
+        self._inexact: dict[
+            type[WeightLayout], tuple[int, int]
+        ] = {}  # the version of the weight that a layout cannot hold
 
     def __call__(self, input: Tensor) -> Tensor:  # named as in nn.Linear
         """Run the layer in the fastest layout; outside TIDE's passes, run its own `forward`."""
@@ -121,10 +132,20 @@ class LinearGate(Gate):
         """Convert the weights to the fastest of `layouts` for a number of rows; `None` if PyTorch's own is faster."""
         if not self.sources():
             return None
-        if not self.may_copy:
-            layouts = tuple(layout for layout in layouts if not layout.is_copy)
+        version = version_of(self._weight)
+        layouts = tuple(
+            layout
+            for layout in layouts
+            if (self.may_copy or not layout.is_copy) and self._inexact.get(layout) != version
+        )
         layout = fastest_layout(self._weight.dtype, rows, layouts)
-        return None if layout is None else self.convert(layout)
+        if layout is None:
+            return None
+        try:
+            return self.convert(layout)
+        except InexactWeightError:
+            self._inexact[layout] = version
+            return self.prepare(rows, layouts)
 
     def convert(self, layout: type[WeightLayout]) -> WeightLayout:
         """Return the weights in a layout, converted at first use and again after they have changed."""
@@ -147,11 +168,11 @@ class LinearGate(Gate):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave converted weights out of copies and pickles; a copy converts its own weights."""
-        return {**self.__dict__, "converted": {}}
+        return {**self.__dict__, "converted": {}, "_inexact": {}}
 
     def release(self) -> None:
         """Free the converted weights."""
-        self.converted = {}
+        self.converted, self._inexact = {}, {}
 
     def release_if_changed(self) -> None:
         """Free converted weights whose source was replaced or written to, including through `.data`."""
@@ -245,8 +266,9 @@ def packable(linears: Iterable[nn.Linear]) -> list[nn.Linear]:
 
 
 def copies_fit(linears: Iterable[Any]) -> bool:
-    """Whether a copy of the layers' plain weights takes at most a quarter of the free memory."""
-    needed = sum(linear.weight.nbytes for linear in linears if has_plain_weight(linear))
+    """Whether copies of the layers' plain weights, prepacked and lossless, take at most a quarter of the free memory."""
+    weights = [linear.weight for linear in linears if has_plain_weight(linear)]
+    needed = sum(weight.nbytes * (1.5 if weight.dtype is torch.float32 else 1.0) for weight in weights)
     return needed <= psutil.virtual_memory().available * MEMORY_SHARE
 
 

@@ -59,8 +59,6 @@ class EagerEngine:
         is_lazy = fills_head_lazily and self.input_ids.shape[0] == 1
         self.head = head_run(structure, cache, routers, model.get_input_embeddings(), is_lazy=is_lazy)
         self.run = self.head or LayerRun(structure, cache)
-        if name == EAGER:
-            self.run.execute_layer = attachment.execute_layer()
         self.is_returned, self.max_new_tokens = call.cache_is_returned, call.max_new_tokens
         self.temperature = float(self.config.temperature or 1.0) if self.config.do_sample else 0.0
         self.last_slot = last_slot(cache)
@@ -105,6 +103,8 @@ class EagerEngine:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Activate the call's `LayerRun`; see `Engine.running`."""
+        if self.name == EAGER:
+            self.run.execute_layer = self.attachment.execute_layer()
         try:
             with active(self.run), self._attention():
                 yield

@@ -38,9 +38,6 @@ from .policy import CostTable
 from .rows import Row
 
 UNKNOWN_AGREEMENT = 0.5  # of a draft head without a calibration record, until calls have shown it
-# Tokens per row from which eager calls may copy weights. A copy takes as long as about five passes, and a single short
-# answer would not earn that back.
-COPIES_PAY_AFTER = 48
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +126,9 @@ class Attachment:
         for gate in gates:
             gate.release_if_changed()
         layouts = self._eager_layouts(gates)
-        copies_pay = self.copies_at_once or self.num_decoded + max_new_tokens / 2 >= COPIES_PAY_AFTER
-        if engine == EAGER and not copies_pay:  # compiled graphs keep the layouts that they were traced with
-            layouts = tuple(layout for layout in layouts if not layout.is_copy)
+        if engine == EAGER and not self.copies_at_once:  # compiled graphs keep the layouts that they were traced with
+            decoded = self.num_decoded + max_new_tokens / 2
+            layouts = tuple(layout for layout in layouts if layout.pays_after <= decoded)
         with self.engines[engine].showing_warm_up(), allowed_layouts(layouts, cache_choice=True):
             yield
 

@@ -33,6 +33,7 @@ SUMMARY = {
     "economize, our draft head, float32": "economize with our draft head",
     "vLLM, float32": "vLLM",
     "OpenVINO GenAI, float32": "OpenVINO GenAI",
+    "OpenVINO GenAI, fp16": "OpenVINO GenAI, weights in fp16",
     "OpenVINO GenAI, prompt lookup, float32": "OpenVINO GenAI, prompt lookup",
     "OpenVINO GenAI, our draft head, float32": "OpenVINO GenAI with our draft head",
     "OpenVINO GenAI, int8": "OpenVINO GenAI, its own int8 weights",

@@ -7,16 +7,19 @@
 
 #include <cstdint>
 
-// The weight of a linear layer, (out, in), as the model stores it: values of the kernel's dtype, or integers, whose scales
-// are not null. Each row of integers is in `groups` groups of equal size, with a scale each. With `has_zeros`, each scale
-// is followed by a zero: a weight is scale * integer + zero.
+// The weight of a linear layer, (out, in): values of the kernel's dtype, values in half precision for a kernel in float32,
+// or integers. Each row of integers is in `groups` groups of equal size, with a scale each. With `has_zeros`, each scale is
+// followed by a zero: a weight is scale * integer + zero.
 // - int8: scales (out, groups). If there are several groups, or zeros, a group has a multiple of 16 integers.
 // - int4, less 8: as `_convert_weight_to_int4pack_for_cpu` packs them, see int4_weight.h; scales (groups, out), with zeros.
+enum class Stored { kValues, kBFloat16, kHalf, kInt8, kInt4 };
+
 struct LinearWeight {
   const void* values;
+  Stored stored;
   const float* scales;
   int64_t groups;
-  bool has_zeros, is_int4;
+  bool has_zeros;
 };
 
 struct SkinnyGemm {

@@ -67,7 +67,7 @@ LinearWeight integers(const char* name, const Tensor& weight, const Tensor& scal
   LinearWeight found{};
   found.values = contiguous_data(name, weight, is_int4 ? ScalarType::Byte : ScalarType::Char);
   found.scales = static_cast<const float*>(contiguous_data(name, scales, ScalarType::Float));
-  found.has_zeros = dims == 3, found.is_int4 = is_int4;
+  found.has_zeros = dims == 3, found.stored = is_int4 ? Stored::kInt4 : Stored::kInt8;
   found.groups = dims > 1 ? scales.size(is_int4 ? 0 : 1) : 1;
   const bool fits = dims >= 1 && dims <= 3 && (!is_int4 || dims == 3) && scales.size(is_int4 ? 1 : 0) == out &&
                     (dims < 3 || scales.size(2) == 2) && found.groups > 0 && in % found.groups == 0;
@@ -77,6 +77,14 @@ LinearWeight integers(const char* name, const Tensor& weight, const Tensor& scal
   return found;
 }
 
+// A weight of the kernel's dtype, or in half precision for a kernel in float32.
+LinearWeight values(const char* name, const Tensor& weight, ScalarType dtype) {
+  const ScalarType own = dtype == ScalarType::Float ? weight.scalar_type() : dtype;
+  if (own == ScalarType::BFloat16) return {contiguous_data(name, weight, own), dtype == own ? Stored::kValues : Stored::kBFloat16};
+  if (own == ScalarType::Half) return {contiguous_data(name, weight, own), dtype == own ? Stored::kValues : Stored::kHalf};
+  return {contiguous_data(name, weight, dtype), Stored::kValues};
+}
+
 // Weights of products, with their scales: none at all, or for each weight, empty for those that are no integers. The
 // tensors have to outlive the result.
 std::vector<LinearWeight> products(const char* name, const std::vector<Tensor>& given, const std::vector<Tensor>& scales,
@@ -84,7 +92,7 @@ std::vector<LinearWeight> products(const char* name, const std::vector<Tensor>& 
   STD_TORCH_CHECK(scales.empty() || scales.size() == given.size(), name, ": scales for some of the weights");
   std::vector<LinearWeight> found;
   for (size_t i = 0; i < given.size(); ++i) {
-    if (scales.empty() || scales[i].numel() == 0) found.push_back({contiguous_data(name, given[i], dtype)});
+    if (scales.empty() || scales[i].numel() == 0) found.push_back(values(name, given[i], dtype));
     else found.push_back(integers(name, given[i], scales[i]));
   }
   return found;
@@ -112,8 +120,8 @@ Tensor empty_rows(const Tensor& input, int64_t size_out) {
   return torch::stable::new_empty(input, sizes);
 }
 
-// input (..., in), weights (out, in) each, bias (sum of out) -> (..., sum of out). Weights are of the input's dtype, or
-// integers with scales in float32, as `integers` takes them.
+// input (..., in), weights (out, in) each, bias (sum of out) -> (..., sum of out). Weights are of the input's dtype, in
+// half precision if that is float32, or integers with scales in float32, as `integers` takes them.
 Tensor skinny_gemm(const Tensor& given, const std::vector<Tensor>& weights, const std::optional<Tensor>& given_bias,
                    const std::vector<Tensor>& all_scales) {
   const char* name = SkinnyGemm::kName;

@@ -1,5 +1,5 @@
-// Skinny GEMM: y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n], with w as the model stores it: in the dtype of x, or
-// as integers with scales (`LinearWeight` in arguments.h). See vectorized.h for `Value`.
+// Skinny GEMM: y[m, n] = sum over k of x[m, k] * w[n, k] + bias[n], with w in the dtype of x, in fewer bits,
+// or as integers with scales (`LinearWeight` in arguments.h). See vectorized.h for `Value`.
 //
 // The weights are streamed from memory once, sequentially, for all rows of the input. The order of summation does not
 // depend on the number of rows.
@@ -57,7 +57,8 @@ struct AsPairs {
   static Floats add(const Part& x, const Part& w, const Floats& sum) { return _mm512_dpbf16_ps(sum, x, w); }
 };
 template <class Weight>
-using Lanes = std::conditional_t<std::is_same_v<Weight, at::BFloat16>, AsPairs, AsFloats<Weight>>;
+using Lanes =
+    std::conditional_t<std::is_same_v<Weight, at::BFloat16> && std::is_same_v<Value, Weight>, AsPairs, AsFloats<Weight>>;
 #else
 template <class Weight>
 using Lanes = AsFloats<Weight>;
@@ -326,10 +327,16 @@ void multiply_rows(const Value* x, int64_t rows, const Weight* w, int64_t size, 
 // Multiply all rows of the input by `count` rows of one linear layer's weight (all, size), from `first` on.
 void multiply_by(const LinearWeight& weight, int64_t all, const Value* x, int64_t rows, int64_t size, int64_t first,
                  const Value* bias, Value* y, int64_t size_out, int64_t count) {
-  if (weight.scales == nullptr) {
-    const auto* w = static_cast<const Value*>(weight.values) + first * size;
-    multiply_rows<Value, false>(x, rows, w, size, Scales{}, bias, y, size_out, count);
-  } else if (weight.is_int4) {
+  const auto run_plain = [&](auto* values) {
+    using Weight = std::remove_const_t<std::remove_pointer_t<decltype(values)>>;
+    multiply_rows<Weight, false>(x, rows, values + first * size, size, Scales{}, bias, y, size_out, count);
+  };
+  if (weight.stored == Stored::kValues) return run_plain(static_cast<const Value*>(weight.values));
+  if constexpr (std::is_same_v<Value, float>) {
+    if (weight.stored == Stored::kBFloat16) return run_plain(static_cast<const at::BFloat16*>(weight.values));
+    if (weight.stored == Stored::kHalf) return run_plain(static_cast<const at::Half*>(weight.values));
+  }
+  if (weight.stored == Stored::kInt4) {
     const auto* w = static_cast<const uint8_t*>(weight.values) + first * size / 2;
     const float* s = weight.scales + 2 * first;
     multiply_int4_rows(x, rows, w, size, s, weight.groups, all, bias, y, size_out, count);
@@ -355,7 +362,7 @@ void run<Value>(const SkinnyGemm& call) {
     const int64_t start = size_out * thread / threads, end = size_out * (thread + 1) / threads;
     int64_t first = 0;
     for (int64_t i = 0; i < call.count; first += call.sizes_out[i++]) {
-      const int64_t all = call.sizes_out[i], unit = call.weights[i].is_int4 ? kInt4Rows : 1;
+      const int64_t all = call.sizes_out[i], unit = call.weights[i].stored == Stored::kInt4 ? kInt4Rows : 1;
       const int64_t from = std::clamp<int64_t>(start - first, 0, all) / unit * unit;
       const int64_t count = std::clamp<int64_t>(end - first, 0, all) / unit * unit - from;
       if (count == 0) continue;

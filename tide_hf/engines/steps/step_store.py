@@ -227,8 +227,8 @@ class CompiledSteps(StepStore):
             graphs.has_room = all(gate.may_copy for gate in gates) and copies_fit(gate.module for gate in gates)
         layouts = DRAFT_LAYOUTS if kind == "draft" and graphs.has_room else KERNEL_LAYOUTS
         may_fuse = kind == "verify" and parts.fused_layers is not None  # drafts read quantised weights
-        self.compiler.fused = parts.fused_layers.for_tokens(tokens) if may_fuse else {}  # type: ignore[union-attr]
         with gqa_attention(parts.model), allowed_layouts(layouts):
+            self.compiler.fused = parts.fused_layers.for_tokens(tokens) if may_fuse else {}  # type: ignore[union-attr]
             replay = self.compiler.compile(function, buffers.state())
         self._converted = {(gate, layout): found for gate in gates for layout, found in gate.converted.items()}
         return replay

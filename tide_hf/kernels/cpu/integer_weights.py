@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .cpp_kernels import load_op
-from .weight_layouts import WeightLayout
+from .weight_layouts import StoredWeight
 
 # Of the input, for int8 weights. Products of more rows are compute-bound, and the package's own is then as fast, or
 # faster where the CPU has instructions for half precision.
@@ -25,12 +25,10 @@ GROUP_MULTIPLE, INT4_ROWS = 16, 64  # what the kernel needs a group's integers, 
 PROBED_SIZE, PROBED_GROUP = 64, 32
 
 
-class IntegerWeight(WeightLayout):
+class IntegerWeight(StoredWeight):
     """Integers and their scales, one per row or per group of a row, in floating point; with zeros or without."""
 
-    is_copy, is_traceable = False, True
-    integers: Tensor  # (out, in) int8; or (out, in / 2) uint8, int4 as PyTorch packs it for CPUs
-    scales: Tensor  # of int8 (out,), (out, groups), or (out, groups, 2) with zeros; of int4 (groups, out, 2). float32
+    is_copy, pays_after = False, 0
 
     @staticmethod
     def serves(dtype: torch.dtype, rows: int, integers: torch.dtype = torch.int8) -> bool:
@@ -42,11 +40,6 @@ class IntegerWeight(WeightLayout):
             return _reads_int4(product, dtype)
         return rows <= (MAX_FLOAT_ROWS if dtype is torch.float32 else MAX_ROWS)
 
-    def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """(..., in) -> (..., out)."""
-        product: Any = load_op("skinny_gemm", input.dtype)
-        return product(input, [self.integers], bias, [self.scales])
-
     def _convert(self, weights: list[Tensor]) -> None:
         integers, scales, *zero_points = weights
         scales = scales.float()
@@ -54,7 +47,7 @@ class IntegerWeight(WeightLayout):
             scales = scales.flatten()
         for zero_point in zero_points:
             scales = torch.stack([scales, -scales * zero_point], dim=-1)
-        self.integers, self.scales = integers.contiguous(), scales.contiguous()
+        self.values, self.scales = integers.contiguous(), scales.contiguous()
 
 
 @lru_cache

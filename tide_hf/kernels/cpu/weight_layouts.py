@@ -9,6 +9,7 @@ verify pass over a few tokens is bound by the bandwidth with which it reads the 
 - The skinny GEMM reads plain weights sequentially, once for all rows of the input, without a copy. It sums in the same
   order for any number of rows, so a pass over several tokens rounds as passes over single tokens do.
 - The group-wise quantised GEMM, for few rows, reads a half or a quarter of the bytes of plain weights.
+- Weights whose values need fewer bits than their dtype has are read in those bits; see `lossless_weights`.
 - On CPUs without bfloat16 or float16 instructions, PyTorch multiplies weights of these dtypes several times slower
   than float32, so they are upcast to float32, chunk by chunk, at each call.
 
@@ -43,6 +44,7 @@ PROBED_ROWS = (*DECODE_ROWS, 64, 128, 256, 1024)  # each measurement holds up to
 PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # the probed weights together exceed a core's caches
 FEW_WEIGHTS, COMPUTE_BOUND_ROWS = 4, 64  # products of this many rows are compute-bound, so fewer weights suffice
 MANY_ROWS = 256
+COPY_PAYS_AFTER = 48  # tokens per row; a copy takes as long as five passes, and gains little in each
 COPY_GAIN = 1.12  # minimum speed-up for a copy of weights, which takes memory and gains less on smaller weights
 COMPUTE_BOUND_GAIN = 1.12  # minimum speed-up of compute-bound products, where layouts differ by little more than noise
 CLEAR_GAIN = 1.5
@@ -53,11 +55,13 @@ class WeightLayout:
     """A weight (out, in) in one layout, or the concatenated weights of linear layers that read the same input."""
 
     is_copy: ClassVar[bool] = True  # whether the layout takes memory of its own
+    pays_after: ClassVar[int] = COPY_PAYS_AFTER  # tokens per row to decode, from which eager calls may convert to it
+    probed_value: ClassVar[float] = 0.5  # of weights that the layout is measured with
     is_traceable: ClassVar[bool] = False  # whether graphs can record `apply`; else they record an op of this module
 
     def __init__(self, *weights: Tensor) -> None:
         self.weights = weights
-        self.versions = [_version(weight) for weight in weights]
+        self.versions = [version_of(weight) for weight in weights]
         is_copy = self.is_copy or not all(weight.is_contiguous() for weight in weights)
         self.samples = [_sample(weight).clone() for weight in weights] if is_copy else []
         self._convert([weight.detach() for weight in weights])
@@ -77,7 +81,7 @@ class WeightLayout:
         if len(weights) != len(self.weights):  # quantised ones may have got zero points
             return False
         for weight, known, version in zip(weights, self.weights, self.versions, strict=True):
-            if weight is not known or _version(weight) != version:
+            if weight is not known or version_of(weight) != version:
                 return False
         return not (sampled and self.samples) or all(map(torch.equal, self.samples, map(_sample, weights)))
 
@@ -106,7 +110,7 @@ class PrepackedWeight(WeightLayout):
 class UpcastWeight(WeightLayout):
     """A bfloat16 or float16 weight as the model stores it, upcast to float32 chunk by chunk at each call."""
 
-    is_copy = False
+    is_copy, pays_after = False, 0
 
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:
@@ -157,7 +161,7 @@ class QuantizedWeight(WeightLayout):
 class PlainWeight(WeightLayout):
     """A weight as the model stores it, read by the skinny GEMM without a copy."""
 
-    is_copy = False
+    is_copy, pays_after = False, 0
     plain: list[Tensor]  # (out, in) each
 
     @staticmethod
@@ -172,6 +176,19 @@ class PlainWeight(WeightLayout):
     def _convert(self, weights: list[Tensor]) -> None:
         self._product: Any = load_op("skinny_gemm", weights[0].dtype)
         self.plain = [weight.contiguous() for weight in weights]  # keeps the values alive when `.data` is replaced
+
+
+class StoredWeight(WeightLayout):
+    """A weight that the skinny GEMM reads in fewer bits than its input's dtype has."""
+
+    is_traceable = True
+    values: Tensor  # (out, in) in half precision or int8; or (out, in / 2) uint8, int4 as PyTorch packs it for CPUs
+    scales: Tensor  # of int8 (out,), (out, groups), or (out, groups, 2) with zeros; of int4 (groups, out, 2); else (0,)
+
+    def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """(..., in) -> (..., out)."""
+        product: Any = load_op("skinny_gemm", input.dtype)
+        return product(input, [self.values], bias, [self.scales])
 
 
 WEIGHT_LAYOUTS: tuple[type[WeightLayout], ...] = (PrepackedWeight, QuantizedWeight, PlainWeight, UpcastWeight)
@@ -274,7 +291,8 @@ def _seconds_of(layout: type[WeightLayout] | None, dtype: torch.dtype, rows: int
 def _measure(layout: type[WeightLayout] | None, dtype: torch.dtype, numbers: Sequence[int]) -> list[float]:
     """The seconds of products with each number of rows in a layout."""
     count = PROBED_WEIGHTS if numbers[0] < COMPUTE_BOUND_ROWS else FEW_WEIGHTS
-    weights = [torch.full((PROBED_SIZE, PROBED_SIZE), 0.5, dtype=dtype, device="cpu") for _ in range(count)]
+    value = WeightLayout.probed_value if layout is None else layout.probed_value
+    weights = [torch.full((PROBED_SIZE, PROBED_SIZE), value, dtype=dtype, device="cpu") for _ in range(count)]
     taken = None if layout is None else [layout(weight) for weight in weights]
 
     def multiply(rows: int) -> float:
@@ -323,7 +341,7 @@ def _concatenated(weights: list[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
-def _version(weight: Tensor) -> tuple[int, int]:
+def version_of(weight: Tensor) -> tuple[int, int]:
     """A version that changes with the weight, unless the weight is written through `.data` or by another library."""
     return weight._version, weight.data_ptr()
 

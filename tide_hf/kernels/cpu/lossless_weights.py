@@ -1,0 +1,172 @@
+"""Float32 weights read in fewer bits without loss, in passes over few tokens, which are bound by reading weights.
+
+Many weights in float32 come from fewer bits: most models are published in half precision, and GGUF files hold integers,
+which transformers dequantises when it loads them. Here those bits are found again from the values, kept beside the
+weight, and checked to give each of its values. The skinny GEMM reads them and computes in float32, as it would with the
+weight itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cpp_kernels import load_op
+from .weight_layouts import StoredWeight
+
+MAX_ROWS = 16  # of the input; products of more rows are compute-bound
+VALUES_AT_ONCE = 1 << 16  # which stay in a core's cache
+GROUP_SIZES = (32, 16)  # weights per scale in all types of GGUF that dequantise linearly
+SAMPLED_GROUPS = 64
+LEAST_SCALE = 1e-30  # avoids a division by zero in groups of equal values
+MANTISSA_BITS = 23  # of float32
+# Significant bits of a scale beside a zero: of a product of float16 and six bits. Times an integer they still fit into
+# float32, so that a fused multiply-add rounds once as well.
+SCALE_BITS = 17
+LEAST_GAP = 1e-6  # between two integers, as a share of a group's range
+MAX_STEPS = 255
+# What differences between neighbouring values may be multiples of.
+DIVISORS = (1, 2, 3, 4)
+
+
+class InexactWeightError(ValueError):
+    """A weight has values that a lossless layout cannot hold."""
+
+
+class _LosslessWeight(StoredWeight):
+    """A float32 weight in fewer bits; the constructor raises [`InexactWeightError`] where these lack a value."""
+
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int) -> bool:
+        """Whether the dtype is float32, there are few rows, and the kernel can be compiled."""
+        return dtype is torch.float32 and rows <= MAX_ROWS and load_op("skinny_gemm", dtype) is not None
+
+
+class HalfWeight(_LosslessWeight):
+    """A float32 weight in half precision."""
+
+    pays_after = 12
+
+    def _convert(self, weights: list[Tensor]) -> None:
+        (weight,) = weights
+        dtype = _exact_dtype(weight)
+        if dtype is None:
+            raise InexactWeightError
+        self.values, self.scales = weight.to(dtype, memory_format=torch.contiguous_format), weight.new_empty(0)
+
+
+class RequantizedWeight(_LosslessWeight):
+    """A float32 weight as int8, with a scale and a zero for each group."""
+
+    probed_value = 0.1  # which half precision lacks
+    pays_after = 64  # the conversion takes as long as some twenty passes over one token
+
+    def _convert(self, weights: list[Tensor]) -> None:
+        (weight,) = weights
+        is_half = (
+            _exact_dtype(weight) is not None
+        )  # values of half precision are on no such grid, which takes longer to see
+        found = None if is_half else next(filter(None, (_requantized(weight, size) for size in GROUP_SIZES)), None)
+        if found is None:
+            raise InexactWeightError
+        self.values, self.scales = found
+
+
+def _exact_dtype(weight: Tensor) -> torch.dtype | None:
+    """The dtype of half precision that has all values of a weight; `None` if neither has."""
+    values = weight.detach().contiguous().flatten()
+    lower_halves = values.view(torch.int16)[int(sys.byteorder == "big") :: 2]
+    if not lower_halves.count_nonzero():  # four times as fast as converting the weight and comparing
+        return torch.bfloat16
+    is_exact = all(torch.equal(part.half().float(), part) for part in values.split(VALUES_AT_ONCE))
+    return torch.float16 if is_exact else None
+
+
+class _Groups(NamedTuple):
+    """Groups as integers: a value is `scales * integers + zeros`, each rounded once."""
+
+    integers: Tensor  # (groups, size) float32, from -128 to 127
+    scales: Tensor  # (groups, 1)
+    zeros: Tensor  # (groups, 1)
+    are_exact: Tensor  # (groups,) bool
+
+
+class _Grid(NamedTuple):
+    """How the values of groups are spread: at `steps` distances from their lowest one, or from 0 to their largest."""
+
+    steps: int
+    is_zeroed: bool
+
+    def fit(self, groups: Tensor) -> _Groups:
+        """Fit this grid to groups (groups, size)."""
+        lowest, highest = groups.aminmax(dim=1, keepdim=True)
+        if self.is_zeroed:
+            return _fit(groups, _rounded((highest - lowest) / self.steps), lowest)
+        return _fit(groups, torch.maximum(highest, -lowest) / self.steps, torch.zeros_like(lowest))
+
+
+# Of GGUF's Q4_0, Q4_1 and Q4_K; of Q5_1 and Q5_K; of Q8_0; of Q5_K and Q6_K.
+GRIDS = (_Grid(15, True), _Grid(31, True), _Grid(127, False), _Grid(32, False))
+
+
+def _requantized(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | None:
+    """The integers (out, in) and scales (out, groups, 2) that give a weight (out, in); `None` if some value differs."""
+    rows, size = weight.shape
+    if size % group_size or weight.numel() == 0:
+        return None
+    groups = weight.detach().reshape(-1, group_size)
+    sample = groups[:: max(1, len(groups) // SAMPLED_GROUPS)]
+    grid = max(GRIDS, key=lambda grid: int(grid.fit(sample).are_exact.sum()))
+    if not _with_others(grid.fit(sample), sample).are_exact.all():
+        return None
+    integers, scales = groups.new_empty(groups.shape, dtype=torch.int8), groups.new_empty(len(groups), 2)
+    end = 0
+    for part in groups.split(max(1, VALUES_AT_ONCE // group_size)):
+        start, end = end, end + len(part)
+        found = _with_others(grid.fit(part), part)
+        if not found.are_exact.all():
+            return None
+        integers[start:end] = found.integers
+        scales[start:end] = torch.cat([found.scales, found.zeros], dim=1)
+    return integers.view(rows, size), scales.view(rows, -1, 2)
+
+
+def _with_others(found: _Groups, groups: Tensor) -> _Groups:
+    """Fit other grids, guessed from the least difference of values, where `found` is not exact; it is changed."""
+    if found.are_exact.all():
+        return found
+    others = (~found.are_exact).nonzero()[:, 0]
+    for fitted in _guesses(groups[others]):
+        better = others[fitted.are_exact]
+        for whole, part in zip(found, fitted, strict=True):
+            whole[better] = part[fitted.are_exact]
+    return found
+
+
+def _guesses(groups: Tensor) -> Iterator[_Groups]:
+    lowest, highest = groups.aminmax(dim=1, keepdim=True)
+    length, no_zeros = highest - lowest, torch.zeros_like(lowest)
+    gaps = groups.sort(dim=1).values.diff(dim=1)
+    gap = gaps.masked_fill(gaps <= LEAST_GAP * length, torch.inf).amin(dim=1, keepdim=True)
+    for divisor in DIVISORS:
+        scales = length / (length / gap * divisor).round().clamp(1, MAX_STEPS)
+        yield _fit(groups, _rounded(scales), lowest)
+        yield _fit(groups, scales, no_zeros)
+    yield _fit(groups, length, lowest)  # two values, of any distance
+
+
+def _fit(groups: Tensor, scales: Tensor, zeros: Tensor) -> _Groups:
+    """The nearest integers for scales and zeros (groups, 1), and whether they give the values of groups."""
+    scales = scales.clamp_min(LEAST_SCALE)
+    integers = ((groups - zeros) / scales).round_().clamp_(-128, 127)
+    return _Groups(integers, scales, zeros, (integers * scales).add_(zeros).eq(groups).all(dim=1))
+
+
+def _rounded(scales: Tensor) -> Tensor:
+    """Positive values, rounded to `SCALE_BITS` significant bits."""
+    unit = 1 << (MANTISSA_BITS + 1 - SCALE_BITS)
+    return ((scales.view(torch.int32) + unit // 2) & -unit).view(torch.float32)
