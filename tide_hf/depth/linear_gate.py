@@ -266,7 +266,7 @@ def packable(linears: Iterable[nn.Linear]) -> list[nn.Linear]:
 
 
 def copies_fit(linears: Iterable[Any]) -> bool:
-    """Whether copies of the layers' plain weights, prepacked and lossless, take at most a quarter of the free memory."""
+    """Whether all copies of the layers' plain weights take at most a quarter of the free memory."""
     weights = [linear.weight for linear in linears if has_plain_weight(linear)]
     needed = sum(weight.nbytes * (1.5 if weight.dtype is torch.float32 else 1.0) for weight in weights)
     return needed <= psutil.virtual_memory().available * MEMORY_SHARE
