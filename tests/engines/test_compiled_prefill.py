@@ -11,13 +11,15 @@ from families import SDPA, tiny_model
 from on_steps import LAYERS, OPTIONS, steps_of
 from on_steps import attach_compiled as attach
 from on_steps import prompts as short_prompts
-from packed_weights import set_fastest_layouts
+from packed_weights import narrow, set_fastest_layouts
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tide_hf.base_model.structure import CACHE
-from tide_hf.engines.steps import step_compiler
+from tide_hf.engines.steps import graphs, step_compiler
 from tide_hf.kernels.cpu import weight_layouts
 from tide_hf.kernels.cpu.attention import MIN_QUERIES
+from tide_hf.kernels.cpu.cpp_kernels import build_kernels
+from tide_hf.kernels.cpu.lossless_weights import HalfWeight
 from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight
 
 FAMILIES = ("llama", "gpt2", "falcon", "gemma2")
@@ -45,14 +47,14 @@ class Graphs:
 def check(model, batches, **settings):
     """Generate a token for each of the prompts; return the compiled prefill, and how many graphs each compiled."""
     expected = [model.generate(**batch, **SCORED) for batch in batches]
-    graphs, counts = Graphs(), []
-    steps = attach(model, compile_graph=graphs, **settings)
+    counted, counts = Graphs(), []
+    steps = attach(model, compile_graph=counted, **settings)
     for batch, plain in zip(batches, expected, strict=True):
-        before = graphs.num_sized
+        before = counted.num_sized
         found = model.generate(**batch, **SCORED)
         assert torch.equal(found.sequences, plain.sequences)
         torch.testing.assert_close(found.logits[0], plain.logits[0], atol=1e-3, rtol=1e-4)
-        counts.append(graphs.num_sized - before)
+        counts.append(counted.num_sized - before)
         assert steps.prompts.refused or (model.last_exit_stats.warm_up_s > 0) == (counts[-1] > 0)
     return steps.prompts, counts
 
@@ -99,6 +101,16 @@ def test_lengths_whose_products_read_one_layout_share_a_graph(tiny_llama, monkey
     lengths = (40, 70, 127, 140, 255, 300, 1100)
     assert check(model, [prompts(length) for length in lengths], pack_weights=True)[1] == [1, 0, 0, 1, 0, 1, 0]
     assert not any(in_traces)  # where nothing could be measured
+
+
+@pytest.mark.parametrize("length", [5, 40])
+def test_weights_in_fewer_bits_are_traced_once_for_all_layers(tiny_llama, monkeypatch, length):
+    build_kernels(torch.float32)
+    set_fastest_layouts(monkeypatch, order=(HalfWeight, PrepackedWeight, None))
+    sizes, trace = [], graphs.traced
+    monkeypatch.setattr(graphs, "traced", lambda *args, **kwargs: sizes.append(kwargs) or trace(*args, **kwargs))
+    check(narrow(tiny_llama(), "bfloat16"), [prompts(length)], pack_weights=True)
+    assert sum(kwargs.get("dynamic", False) for kwargs in sizes) == 1
 
 
 def test_weights_may_change_between_calls(tiny_llama):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from drafters import use_drafter
 from on_steps import LAYERS, OPTIONS, as_traced, new_tokens, prompts, use_steps
-from packed_weights import set_fastest_layouts
+from packed_weights import narrow, set_fastest_layouts
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.depth.fused_layers import FusedLayer, Probe
@@ -132,19 +132,6 @@ def test_weights_of_any_strides_are_read():
     check_products(HalfWeight(weight), weight)
     weight = of_gguf((96, 128), "Q8_0")[:, :64]
     check_products(RequantizedWeight(weight), weight)
-
-
-def narrow(model, kind):
-    """Give a model's weights values that need fewer bits."""
-    with torch.no_grad():
-        for weight in model.parameters():
-            if kind != "integers":
-                weight.copy_(weight.to(getattr(torch, kind)))
-            elif weight.dim() == 2:
-                groups = weight.reshape(-1, 32)
-                scales = (groups.abs().amax(dim=1, keepdim=True) / 127).half().float()
-                weight.copy_(((groups / scales).round().clamp(-127, 127) * scales).reshape(weight.shape))
-    return model
 
 
 @pytest.fixture

@@ -39,6 +39,19 @@ def set_fastest_layouts(monkeypatch, dtypes=(torch.float32,), order=DRAFT_ORDER,
     weight_layouts._fastest_layout.cache_clear()
 
 
+def narrow(model, kind):
+    """Give a model's weights values that need fewer bits."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if kind != "integers":
+                weight.copy_(weight.to(getattr(torch, kind)))
+            elif weight.dim() == 2:
+                groups = weight.reshape(-1, 32)
+                scales = (groups.abs().amax(dim=1, keepdim=True) / 127).half().float()
+                weight.copy_(((groups / scales).round().clamp(-127, 127) * scales).reshape(weight.shape))
+    return model
+
+
 class Graphs:
     """Stands in for Inductor; records how many layers each fused product has."""
 

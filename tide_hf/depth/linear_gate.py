@@ -42,7 +42,8 @@ MEMORY_SHARE = 0.25  # maximum share of the free memory that copies of weights m
 Layouts = tuple[type[WeightLayout], ...]
 
 LOSSLESS_LAYOUTS: Layouts = (RequantizedWeight, HalfWeight)  # of weights that need fewer bits than they have
-KERNEL_LAYOUTS: Layouts = (*LOSSLESS_LAYOUTS, PlainWeight, *PYTORCH_LAYOUTS)  # if compiled kernels may run
+PROMPT_LAYOUTS: Layouts = (PlainWeight, *PYTORCH_LAYOUTS)  # if compiled kernels may run, for any number of rows
+KERNEL_LAYOUTS: Layouts = (*LOSSLESS_LAYOUTS, *PROMPT_LAYOUTS)
 DRAFT_LAYOUTS: Layouts = (QuantizedWeight, *KERNEL_LAYOUTS)  # for passes whose tokens are verified
 
 Product = Callable[[Tensor], Tensor]

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from ..base_model.structure import has_windows, last_position
 from ..common.errors import UnsupportedOptionError
-from ..depth.linear_gate import KERNEL_LAYOUTS, allowed_layouts
+from ..depth.linear_gate import PROMPT_LAYOUTS, allowed_layouts
 from ..kernels.cpu.attention import MIN_QUERIES, is_faster
 from ..kernels.cpu.cpp_kernels import DTYPES, are_ready, build_kernels
 from ..speculation.engine import Engine
@@ -380,7 +380,7 @@ class StaticEngine:
             is_faster(dtype)  # measured here, outside of any trace
         self.eager.run.execute_layer = prompts.run
         try:
-            with gqa_attention(self.eager.model), allowed_layouts(KERNEL_LAYOUTS):
+            with gqa_attention(self.eager.model), allowed_layouts(PROMPT_LAYOUTS):
                 yield
         finally:
             self.eager.run.execute_layer = None
