@@ -7,6 +7,7 @@ from on_steps import LAYERS, OPTIONS, as_traced, new_tokens, prompts, use_steps
 from packed_weights import narrow, set_fastest_layouts
 
 from tide_hf import TIDEModelForCausalLM
+from tide_hf.depth import fused_layers
 from tide_hf.depth.fused_layers import FusedLayer, Probe
 from tide_hf.engines.steps.step_store import CompiledSteps
 from tide_hf.kernels.cpu.cpp_kernels import build_kernels
@@ -204,6 +205,26 @@ def test_changed_weights_are_followed(tiny_llama, attach, engine, kind, is_still
     kinds = [set(layer.mlp.up_proj.forward.converted) for layer in model.model.layers]
     assert all((LAYOUTS[kind] in found) == is_still_narrow for found in kinds)
     assert torch.equal(after, TIDEModelForCausalLM.detach(model).generate(**prompts(), **OPTIONS))
+
+
+def test_measuring_a_layer_forgets_no_weight_that_a_step_reads(tiny_llama, attach, monkeypatch):
+    model = narrow(tiny_llama(num_hidden_layers=LAYERS, **SIZES), "bfloat16")
+    expected = model.generate(**prompts(), **OPTIONS)
+
+    def measured(_name, number, measure):
+        measure()
+        return [1.0, 0.0] * (number // 2)  # the kernels are faster
+
+    monkeypatch.setattr(fused_layers, "measured", measured)
+    attach(model, "compiled")
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    linears = [part for part in model.model.layers.modules() if type(part) is torch.nn.Linear]
+    assert all(HalfWeight in linear.forward.converted for linear in linears)
+    with torch.no_grad():
+        for linear in linears:
+            linear.weight.mul_(-2.0)
+    changed = model.generate(**prompts(), **OPTIONS)
+    assert torch.equal(changed, TIDEModelForCausalLM.detach(model).generate(**prompts(), **OPTIONS))
 
 
 @pytest.mark.parametrize(

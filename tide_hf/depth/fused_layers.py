@@ -341,14 +341,15 @@ class Probe:
     def _measure(self) -> list[float]:
         """For each number of tokens, seconds of the layer's own forward and of the kernels."""
         found = []
+        forwards = [module.__dict__.get("forward") for module in self.layer.modules()]
+        kept = {gate: dict(gate.converted) for gate in forwards if isinstance(gate, LinearGate)}
         for width in DECODE_ROWS:
             inputs = self._inputs(width)
             for run in (self._native, self._by_kernels):
                 with allowed_layouts(KERNEL_LAYOUTS):
                     found.append(least_seconds(partial(self._run, run, inputs), REPEATS))
-        for module in self.layer.modules():
-            if isinstance(gate := module.__dict__.get("forward"), LinearGate):
-                gate.release()  # copies that no call has asked for
+        for gate, converted in kept.items():
+            gate.converted = converted  # without copies that no call has asked for
         return found
 
 

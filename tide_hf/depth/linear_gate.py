@@ -83,9 +83,8 @@ class LinearGate(Gate):
         super().__init__(linear)
         self._size, self.may_copy, self._anywhere = linear.in_features, may_copy, anywhere
         self.converted: dict[type[WeightLayout], WeightLayout] = {}
-        self._inexact: dict[
-            type[WeightLayout], tuple[int, int]
-        ] = {}  # the version of the weight that a layout cannot hold
+        # The version of the weight of which a layout cannot hold all values.
+        self._inexact: dict[type[WeightLayout], tuple[int, int]] = {}
 
     def __call__(self, input: Tensor) -> Tensor:  # named as in nn.Linear
         """Run the layer in the fastest layout; outside TIDE's passes, run its own `forward`."""

@@ -34,7 +34,7 @@ DIVISORS = (1, 2, 3, 4)
 
 
 class InexactWeightError(ValueError):
-    """A weight has values that a lossless layout cannot hold."""
+    """A weight has values that a lossless layout cannot hold. Never leaves the library: another layout is taken."""
 
 
 class _LosslessWeight(StoredWeight):
@@ -67,10 +67,9 @@ class RequantizedWeight(_LosslessWeight):
 
     def _convert(self, weights: list[Tensor]) -> None:
         (weight,) = weights
-        is_half = (
-            _exact_dtype(weight) is not None
-        )  # values of half precision are on no such grid, which takes longer to see
-        found = None if is_half else next(filter(None, (_requantized(weight, size) for size in GROUP_SIZES)), None)
+        if _exact_dtype(weight) is not None:  # its values are on no such grid, which takes longer to see
+            raise InexactWeightError
+        found = next(filter(None, (_requantized(weight, size) for size in GROUP_SIZES)), None)
         if found is None:
             raise InexactWeightError
         self.values, self.scales = found
