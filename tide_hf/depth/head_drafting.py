@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ..base_model.structure import DecoderStructure
-from ..routers.draft_head import DraftHead
+from ..routers.draft_head import Attention, DraftHead, attend
 from ..routers.routers import TIDERouters
 from .gates import LayerGate, LayerRun, input_state, on_device
 from .kv_cache import crop
@@ -71,6 +71,7 @@ class HeadRun(LayerRun):
         embed: The base model's input embedding.
         state: The head's state after the cached tokens.
         is_lazy: Whether the call has a single row.
+        attention: Of the head's drafts.
     """
 
     exit_layer = 0  # no layer of the base model runs before the head drafts
@@ -84,9 +85,10 @@ class HeadRun(LayerRun):
         state: HeadState,
         *,
         is_lazy: bool,
+        attention: Attention = attend,
     ) -> None:
         super().__init__(structure, cache)
-        self.head, self.embed, self.is_lazy = head, embed, is_lazy
+        self.head, self.embed, self.is_lazy, self.attention = head, embed, is_lazy, attention
         self.kv = state.kv
         self.prev_hidden_state = state.prev_hidden_state  # (rows, 1, D) fused state of the last cached token
         self.mask: Tensor | None = None  # (rows, slots) of the current pass's tokens and those before; `None` for ones
@@ -178,7 +180,7 @@ class HeadRun(LayerRun):
         slots, device = self._next_slots(1), embeddings.device
         attended = attended_slots(mask, slots, self.kv.get_seq_length())
         positions, attended = positions_of(mask, slots).to(device), attended.to(device)
-        return self.head(embeddings, fused, positions, self.kv, attended)
+        return self.head(embeddings, fused, positions, self.kv, attended, self.attention)
 
     def rollback(self, num_tokens: int) -> None:
         """Remove the K/V of the last `num_tokens` draft tokens."""

@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..kernels.cpu.attention import decode_sdpa, prefill_sdpa
 from ..kernels.flash_decode import flash_decode
+from ..routers import draft_head
 
 NAME = "tide_gqa"
 OTHER_SEMANTICS = ("position_bias", "softcap", "cache", "s_aux")  # arguments that change scores, or where K/V are
@@ -133,6 +134,12 @@ def attend(
     if found is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return found, None
+
+
+def attend_static(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of draft heads over a static cache, as [`draft_head.Attention`], within [`filled_up_to`]."""
+    found = None if mask is None else attend_grouped(query, key, value, mask, None, _num_filled.get())
+    return draft_head.attend(query, key, value, mask) if found is None else found
 
 
 def _needs_pytorch(*tensors: Tensor) -> bool:

@@ -8,6 +8,7 @@ layer class, so every family can have one. Parameters are named as in the format
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -21,6 +22,16 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from .exit_points import logit_of
+
+# (rows, heads, width, head_dim) queries, (rows, K/V heads, slots, head_dim) keys and values, and a mask that broadcasts
+# to (rows, heads, width, slots) or `None` -> (rows, width, heads, head_dim).
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """PyTorch's attention, as an `Attention`."""
+    attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+    return attended.transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -175,7 +186,13 @@ class DraftHead(nn.Module):
         self._store(inputs, self.rope(inputs, positions), kv)
 
     def forward(
-        self, embeddings: Tensor, fused: Tensor, positions: Tensor, kv: DynamicLayer, mask: Tensor | None
+        self,
+        embeddings: Tensor,
+        fused: Tensor,
+        positions: Tensor,
+        kv: DynamicLayer,
+        mask: Tensor | None,
+        attention: Attention = attend,
     ) -> Tensor:
         """Run the head on one token for each row, and store its K/V.
 
@@ -188,8 +205,7 @@ class DraftHead(nn.Module):
         keys, values = self._store(inputs, rope, kv)
         queries = rotate(layer.self_attn.queries(inputs), rope)
         mask = None if mask is None else mask[:, None, None]
-        attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-        return self.after_attention(residual, attended.transpose(1, 2).flatten(2))
+        return self.after_attention(residual, attention(queries, keys, values, mask).flatten(2))
 
     def after_attention(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer, after attention (rows, width, heads * head_dim); returns (rows, width, D)."""

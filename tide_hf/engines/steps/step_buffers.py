@@ -23,6 +23,7 @@ from ...depth.fused_layers import FusedLayers
 from ...depth.gates import FixedDepthRun, LayerRun, active
 from ...depth.head_drafting import HeadRun, HeadState
 from ...routers.routers import TIDERouters
+from ..gqa_attention import attend_static, filled_up_to
 from .static_cache import fill, first_rows, static_cache, take_rows
 
 WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; passes of other widths are padded to the next larger width
@@ -111,7 +112,9 @@ class StepBuffers:
             return None
         kv: Any = self.cache.layers[parts.structure.num_layers]
         embed = parts.model.get_input_embeddings()
-        return HeadRun(parts.structure, self.cache, routers.draft_head, embed, HeadState("", kv, None), is_lazy=False)
+        state = HeadState("", kv, None)
+        head = routers.draft_head
+        return HeadRun(parts.structure, self.cache, head, embed, state, is_lazy=False, attention=attend_static)
 
     def load(self, source: Cache, length: int, mask: Tensor | None, prev_hidden_state: Tensor | None) -> None:
         """Copy in a cache of `length` tokens, a (rows, length) mask and the head's previous hidden state.
@@ -222,9 +225,11 @@ class StepBuffers:
         """Run the draft head over each row's last token."""
         head = self.head
         assert head is not None
-        self.cache.layers[0].position.move_to(self.start[0] + self.fed[0], 1)
+        slot = self.start[0] + self.fed[0]
+        self.cache.layers[0].position.move_to(slot, 1)
         head.draft_hidden_state = self.draft_hidden_state
-        found = method(head, self.ids.index_select(1, self.fed), self.mask)
+        with filled_up_to(slot + 1):
+            found = method(head, self.ids.index_select(1, self.fed), self.mask)
         self.draft_hidden_state.copy_(head.draft_hidden_state)
         return found
 
