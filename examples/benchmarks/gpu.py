@@ -30,6 +30,7 @@ from .gpu_speed import LLAMA
 
 ROOT = FOLDER.parent.parent
 TAIL = 2000  # characters of a step's log in the summary
+OURS = ("eager generate$", "our plain decoding$", "our scripted")
 FAMILIES = "llama or gemma2 or gpt2 or falcon or mistral or qwen3_moe"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # or each request is tried again for seconds
@@ -58,7 +59,8 @@ def steps(rehearse: bool) -> list[Step]:
     here = "examples.benchmarks"
     small = ("--rehearse",) if rehearse else ()
     speed = (f"{here}.gpu_speed", "--models", LLAMA, *(("--tokens", "6", "--prompt", "8", *small) if rehearse else ()))
-    depths = [f"at {depth:.0%} depth" for depth in DEPTHS]
+    depths = [f"at {depth:.0%} depth$" for depth in DEPTHS]
+    long = () if rehearse else ("--prompt", "4096")
     wanted = "captured_steps or capture_that_fails or launch or draft_head or draws or slots"
     kernels = "hub_kernels/tide-kernels/tests"
     workers = ("-n", "0") if rehearse else ("-n", "6")
@@ -68,8 +70,14 @@ def steps(rehearse: bool) -> list[Step]:
         pytest_step("tests", 110, *workers, "tests/behaviour/test_gpu.py", "-k", f"({FAMILIES}) or ({wanted})"),
         pytest_step("kernels", 70, *workers, kernels if not rehearse else f"{kernels}/test_kernel_registration.py"),
         Step("attention", 40, (f"{here}.gpu_probe", "attention", "--output", "{output}/attention.json", *small)),
-        Step("speed", 200, (*speed, "--lines", "our", "eager generate", "replays", "--output", "{output}/speed.json")),
-        Step("exits", 60, (*speed, "--lines", *depths, "--output", "{output}/exits.json")),
+        Step(
+            "speed",
+            200,
+            (*speed, "--lines", *OURS, "replays", "^(eager|our plain).*batch 8$", "--output", "{output}/speed.json"),
+        ),
+        Step("int8", 80, (*speed, "--lines", *OURS, "--quantize", "int8", "--output", "{output}/int8.json")),
+        Step("long", 80, (*speed, *long, "--lines", *OURS, "--output", "{output}/long.json")),
+        Step("exits", 60, (*speed, "--lines", OURS[0], *depths, "never exit", "--output", "{output}/exits.json")),
         Step("static-cache", 100, (*speed, "--lines", "static-cache generate", "--output", "{output}/static.json")),
     ]
 

@@ -285,8 +285,14 @@ def lines(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
 def bytes_read(model: Any) -> int:
     """Of the weights that a token reads: of the embeddings only a row, unless they are the head as well."""
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return total if embeddings is head else total - embeddings.numel() * embeddings.element_size()
+    total = sum(map(_stored_bytes, model.parameters()))
+    return total if embeddings is head else total - _stored_bytes(embeddings)
+
+
+def _stored_bytes(weight: Tensor) -> int:
+    """Of a weight; a quantised one is of several tensors."""
+    names = weight.__tensor_flatten__()[0] if hasattr(weight, "__tensor_flatten__") else ()
+    return sum(getattr(weight, name).nbytes for name in names) if names else weight.nbytes
 
 
 def _without_bytes(found: dict[str, Any]) -> dict[str, Any]:

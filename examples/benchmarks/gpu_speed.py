@@ -3,8 +3,8 @@
 Eager `generate`, `generate` with transformers' compiled static cache, our plain decoding and our lossless mode on
 captured steps, one sequence and eight; exits forced at a quarter, half, three quarters and all of the depth; routers
 that never exit; and prompts of which nothing, half or nine tenths leaves at half the depth. The models are a random one
-of Llama 3.1 8B's shape in bfloat16, and SmolLM2-135M with its weights. What fails is noted, and the rest goes on; what
-there is no time for is left out. The results are written after every line.
+of Llama 3.1 8B's shape in bfloat16, whose weights torchao may quantise, and SmolLM2-135M with its weights. What fails is
+noted, and the rest goes on; what there is no time for is left out. The results are written after every line.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -95,6 +96,12 @@ def load(name: str, dtype: torch.dtype, device: str, options: argparse.Namespace
     return model.to(device).eval(), shipped_routers(model) or options.routers
 
 
+def quantize(model: Any) -> None:
+    """Quantise the weights of linear layers to int8 with a scale a row, by torchao."""
+    quantization = import_module("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+
+
 def copy_bandwidth(device: str, size: int) -> float:
     """Bytes per second, read and written, of a copy on the device."""
     source = torch.empty(size, dtype=torch.uint8, device=device)
@@ -114,6 +121,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=[LLAMA, DEFAULT_MODEL], help="names or folders")
     parser.add_argument("--routers", help="of models that are given as folders")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantize", choices=["int8"], help="weights, by torchao")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=98, help="new tokens")
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of the prompt that is read early")
@@ -143,6 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.models:
         try:
             model, routers = load(name, getattr(torch, options.dtype), device, options)
+            if options.quantize:
+                quantize(model)
         except LINE_ERRORS as error:
             write(name, {"error": str(error)[:PREFIX]}, f"cannot be loaded: {error}")
             continue

@@ -1,6 +1,7 @@
 """Time each op on a GPU: the staged variants beside eager PyTorch, torch.compile and the published router kernel.
 
-    python hub_kernels/tide-kernels/benchmarks/benchmark.py VARIANT [VARIANT ...] [--published FOLDER] [--json FILE]
+    python hub_kernels/tide-kernels/benchmarks/benchmark.py VARIANT [VARIANT ...] [--ops OP ...] [--published FOLDER]
+        [--json FILE]
 
 A result that differs from the reference ends the run. Two times are given: as called from Python, one call after the
 other, which is what decoding pays; and on the GPU alone, replayed from a CUDA graph. The share of the memory bandwidth
@@ -194,6 +195,7 @@ def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("variants", nargs="+", type=Path, help="folders of staged variants")
+    parser.add_argument("--ops", nargs="+", help="only these")
     parser.add_argument("--published", type=Path, help="unpacked sources of tide-inference")
     parser.add_argument("--json", type=Path, help="write the results there")
     args = parser.parse_args()
@@ -215,6 +217,8 @@ def main() -> None:
     print(json.dumps(environment))
     results = []
     for case in cases():
+        if args.ops and case.op not in args.ops:
+            continue
         for result in measure(case, variants, published, speed):
             results.append(result)
             gpu = "      -" if result.gpu_us is None else f"{result.gpu_us:7.1f}"
