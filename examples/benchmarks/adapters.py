@@ -51,7 +51,7 @@ def plain(bench: Bench) -> DecodingMethod:
 
 
 def static_compiled(bench: Bench) -> DecodingMethod:
-    """A static cache and a compiled forward, on a CPU as well; on a GPU as CUDA graphs, which is the library's default."""
+    """A static cache and a compiled forward, on a CPU as well; on a GPU as CUDA graphs, the library's default."""
     mode = "default" if bench.model.device.type == "cpu" else "reduce-overhead"
     config = CompileConfig(fullgraph=False, mode=mode)
     config._compile_all_devices = True  # the library's own switch, of its tests

@@ -9,6 +9,7 @@ rest goes on. OUTPUT gets each step's log and results, `summary.json`, written a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -30,11 +31,13 @@ from .gpu_speed import LLAMA
 
 ROOT = FOLDER.parent.parent
 TAIL = 2000  # characters of a step's log in the summary
+GRACE = 2  # seconds to print a stack
 OURS = ("eager generate$", "our plain decoding$", "our scripted")
 FAMILIES = "llama or gemma2 or gpt2 or falcon or mistral or qwen3_moe"
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # or each request is tried again for seconds
     "TORCHINDUCTOR_COMPILE_THREADS": "4",
+    "PYTHONFAULTHANDLER": "1",  # prints the stack of a process that is cut off
     "PYTHONPATH": str(ROOT),
 }
 
@@ -93,7 +96,11 @@ def run(step: Step, output: Path, seconds: float) -> dict[str, Any]:
         try:
             status: int | str = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
+            process.send_signal(signal.SIGABRT)  # its log then tells what it was at
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE)
+            with contextlib.suppress(ProcessLookupError):  # there are none
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
             process.wait()
             status = f"cut off after {seconds:.0f} s"
     return {"status": status, "seconds": perf_counter() - start, "log": log.read_text(errors="replace")[-TAIL:]}

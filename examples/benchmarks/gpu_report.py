@@ -22,17 +22,18 @@ MASKED, LENGTHS = "EFFICIENT_ATTENTION", "lengths on the device"
 
 def sections(folder: Path) -> dict[str, str]:
     """What stands between the markers, by name; `folder` has the files that the steps of `gpu` wrote."""
-    facts, speed, attention, exits = (
+    facts, speed, attention, exits, kernels = (
         json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("facts", "speed", "attention", "exits")
+        for name in ("facts", "speed", "attention", "exits", "kernels")
     )
     model = speed["models"][LLAMA]
     return {
         "gpu-origin": origin(facts, model["provenance"], speed),
         "gpu-speed": speed_table(model["lines"]),
-        "gpu-replays": replays_table(model["lines"]["replays of steps"]["replays_ms"]),
+        "gpu-replays": replays_table(model["lines"]),
         "gpu-attention": attention_table(attention),
         "gpu-exits": exits_table(exits["models"][LLAMA]["lines"]),
+        "gpu-kernels": kernels_table(kernels["results"]),
     }
 
 
@@ -62,10 +63,13 @@ def speed_table(lines: dict[str, Any]) -> str:
     return markdown(["", "ms a token", "speed", "of the bandwidth's limit", "drafts accepted"], rows)
 
 
-def replays_table(replays: dict[str, float]) -> str:
-    """Milliseconds of a captured verify pass by its width."""
+def replays_table(lines: dict[str, Any]) -> str:
+    """Milliseconds of a captured verify pass by its width, and the share of what the memory's bandwidth allows."""
+    replays, limit = lines["replays of steps"]["replays_ms"], lines["our plain decoding"]["limit_ms"]
     passes = {name.split(",")[0].removeprefix("verify "): found for name, found in replays.items() if "verify" in name}
-    return markdown(["tokens of a pass", *passes], [["ms", *(f"{found:.2f}" for found in passes.values())]])
+    shares = (f"{limit / found:.0%}" for found in passes.values())
+    rows = [["ms", *(f"{found:.2f}" for found in passes.values())], ["of the bandwidth's limit", *shares]]
+    return markdown(["tokens of a pass", *passes], rows)
 
 
 def attention_table(attention: dict[str, Any]) -> str:
@@ -88,3 +92,15 @@ def exits_table(lines: dict[str, Any]) -> str:
         if "ms_per_token" in line and BATCH not in name
     ]
     return markdown(["", "ms a token"], rows)
+
+
+def kernels_table(results: list[dict[str, Any]]) -> str:
+    """Microseconds of an op on the GPU alone, and as called from Python, by its size."""
+    named = {"eager": "PyTorch", "torch.compile": "`torch.compile`", "torch-cuda": "Triton kernel"}
+    sizes = list(dict.fromkeys(one["size"] for one in results))
+    by_size = {(one["size"], one["implementation"]): one for one in results}
+    rows = [
+        [size, *(f"{by_size[size, name][time]:.0f}" for time in ("gpu_us", "called_us") for name in named)]
+        for size in sizes
+    ]
+    return markdown(["", *(f"{name}, {where}" for where in ("GPU", "called") for name in named.values())], rows)

@@ -3,8 +3,8 @@
 Eager `generate`, `generate` with transformers' compiled static cache, our plain decoding and our lossless mode on
 captured steps, one sequence and eight; exits forced at a quarter, half, three quarters and all of the depth; routers
 that never exit; and prompts of which nothing, half or nine tenths leaves at half the depth. The models are a random one
-of Llama 3.1 8B's shape in bfloat16, whose weights torchao may quantise, and SmolLM2-135M with its weights. What fails is
-noted, and the rest goes on; what there is no time for is left out. The results are written after every line.
+of Llama 3.1 8B's shape in bfloat16, whose weights torchao may quantise, and SmolLM2-135M with its weights. What fails
+is noted, and the rest goes on; what there is no time for is left out. The results are written after every line.
 """
 
 from __future__ import annotations
