@@ -1,4 +1,4 @@
-"""Layers that run as two kernels: the tokens stay the base model's, and layers of other kinds run as before."""
+"""Layers that run as kernels: the tokens stay the base model's, and layers of other kinds run as before."""
 
 import pytest
 import torch
@@ -32,13 +32,23 @@ def _kernels_are_ready_and_faster(monkeypatch, fresh_kernels):
 @pytest.fixture
 def widths(monkeypatch):
     """The widths of the passes that ran fused, once for each layer."""
-    found, run = [], FusedLayer.run
+    found, run, on_static_cache = [], FusedLayer.run, FusedLayer.on_static_cache
 
-    def counted(self, layer_idx, state, *rest):
+    def counted(self, layer_idx, cache, state, *rest):
         found.append(state.shape[1])
-        return run(self, layer_idx, state, *rest)
+        return run(self, layer_idx, cache, state, *rest)
+
+    def counted_on_static_cache(self, *kv):
+        layer = on_static_cache(self, *kv)
+
+        def run_layer(state, *rest):
+            found.append(state.shape[1])
+            return layer(state, *rest)
+
+        return run_layer
 
     monkeypatch.setattr(FusedLayer, "run", counted)
+    monkeypatch.setattr(FusedLayer, "on_static_cache", counted_on_static_cache)
     return found
 
 

@@ -47,6 +47,16 @@ def samples():
             torch.randn(1, 4, 8),
         ),
         "attention_mlp": (states, heads, heads, heads, None, None, 0.5, torch.ones(6), 1e-5, list(REST), None, []),
+        "decoder_layer": (
+            states,
+            torch.randn(1, 4, 8),
+            torch.randn(1, 4, 8),
+            torch.ones(1, 1, 4, 5, dtype=torch.bool),
+            torch.tensor(5),
+            *(torch.randn(1, 1, 5, 8) for _ in range(2)),
+            *(torch.ones(6), 1e-5, list(QKV), [], [], [], 0.0),
+            *(0.5, torch.ones(6), 1e-5, list(REST), None, []),
+        ),
     }
 
 
@@ -56,7 +66,7 @@ GROUPS = {0: torch.randn(3, 48), 1: [torch.ones(7, 48, dtype=torch.int8)], 2: No
 INT4 = {0: torch.randn(3, 64), 1: [torch.ones(64, 32, dtype=torch.uint8)], 2: None}
 
 
-@pytest.mark.parametrize("name", kernels.stage_module().CPU_SOURCES)
+@pytest.mark.parametrize("name", samples())
 def test_opcheck(name):
     op = kernels.load_op(name, torch.float32)
     torch.library.opcheck(op, samples()[name], test_utils=("test_schema", "test_faketensor"))
@@ -118,6 +128,14 @@ def test_opcheck(name):
         ("attention_mlp", {9: [*REST[:3], torch.randn(6, 8)]}, "the weight is of the wrong size"),
         ("attention_mlp", {10: torch.ones(7)}, "bias of the wrong size"),
         ("attention_mlp", {11: [torch.ones(6)]}, "scales for some of the weights"),
+        ("decoder_layer", {4: torch.tensor(6)}, "6 slots"),
+        ("decoder_layer", {4: torch.tensor(3)}, "3 slots"),
+        ("decoder_layer", {4: torch.tensor(5.0)}, "`end` is not one int64"),
+        ("decoder_layer", {5: torch.randn(1, 2, 5, 8)}, "the key cache is of the wrong size"),
+        ("decoder_layer", {5: torch.randn(2, 1, 5, 8)}, "the cache is of the wrong size"),
+        ("decoder_layer", {6: torch.randn(1, 1, 5, 7)}, "the cache is of the wrong size"),
+        ("decoder_layer", {6: torch.randn(1, 1, 5, 8).double()}, "not contiguous, or of another dtype"),
+        ("decoder_layer", {5: torch.randn(1, 1, 8, 5).transpose(2, 3)}, "not contiguous, or of another dtype"),
     ],
 )
 def test_what_an_op_would_read_wrongly_is_refused(name, change, message):

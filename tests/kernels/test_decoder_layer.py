@@ -128,3 +128,29 @@ def test_attention_and_mlp(on_some_cpu, dtype):
             normalised = rms_norm(exact, (size,), norm.double(), EPS)
             exact = exact + linear(silu(linear(normalised, gate)) * linear(normalised, up), down)
             assert_near(found, exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_on_a_static_cache_is_both_with_keys_and_values_stored_between(on_some_cpu, dtype):
+    torch.manual_seed(0)
+    for (shape, kind), before in product(KINDS, (0, 4)):
+        rows, width, size, heads, kv_heads, head_size, slots, inner = shape
+        end, slots = before + width, slots + 2 * width
+        states, norms = random(rows, width, size, dtype=dtype), [random(size, dtype=dtype) for _ in range(2)]
+        counts = (heads, kv_heads, kv_heads)
+        qkv, qkv_scales, _ = products([(count * head_size, size) for count in counts], dtype, kind)
+        sizes = [(size, heads * head_size), (inner, size), (inner, size), (size, inner)]
+        rest, rest_scales, _ = products(sizes, dtype, kind)
+        cos, sin = (random(1, width, head_size, dtype=dtype) for _ in range(2))
+        mask = torch.nn.functional.pad(masks(rows, width, end, dtype)[1], (0, slots - end))
+        first = norms[0], EPS, qkv, [], qkv_scales, [], 0.0
+        last = 0.3, norms[1], EPS, rest, None, rest_scales
+        caches = [random(rows, kv_heads, slots, head_size, dtype=dtype) for _ in range(2)]
+        expected = [cache.clone() for cache in caches]
+        query, *stored = load_op("qkv_rope", dtype)(states, *first, cos, sin).split(counts, dim=1)
+        for cache, part in zip(expected, stored, strict=True):
+            cache[:, :, end - width : end] = part
+        output = load_op("attention_mlp", dtype)(states, query, *expected, mask, torch.tensor(end), *last)
+        found = load_op("decoder_layer", dtype)(states, cos, sin, mask, torch.tensor(end), *caches, *first, *last)
+        assert torch.equal(found, output)
+        assert all(map(torch.equal, caches, expected))

@@ -1,8 +1,8 @@
-"""Decoder layers of Llama's kind as two C++ kernels each, for passes over few tokens on a CPU.
+"""Decoder layers of Llama's kind as C++ kernels, for passes over few tokens on a CPU.
 
 In such a pass a small model's layer spends as long on starting some forty operations as on its products. Here one
 kernel computes queries, keys and values, the cache stores them as it would for the layer, and another kernel computes
-the rest, from attention to the MLP. Weights are read as the model stores them: plain, or quantised to integers.
+the rest, from attention to the MLP; on a static cache a single kernel does all three. Weights are read as the model stores them: plain, or quantised to integers.
 
 A layer is of this kind if its modules have the names and types of Llama's, and if the kernels give the same as the
 layer's own forward on random states, in a probe. The kernels run passes of up to as many tokens as they were measured
@@ -85,34 +85,39 @@ class FusedLayer:
         self._before = (*norms[0], weights[:3], biases, scales[:3], [norm.weight for norm in head_norms], head_eps)
         self._after = (scale, *norms[1], weights[3:], products[3].bias, scales[3:])
 
-    def run(
-        self,
-        layer_idx: int,
-        state: Tensor,
-        angles: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        cache: Any,
-        end: Tensor | None = None,
-    ) -> Any:
+    def run(self, layer_idx: int, cache: Any, state: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Any:
         """Run the layer on hidden states `state` (rows, width, D); return its output, of the same shape.
 
-        `angles` are the cosines and sines of the rotary embedding, (rows or 1, width, head_size) each; `mask` is
-        (rows or 1, 1, width, slots). For a static cache `end`, () int64, is the number of its filled slots.
+        `cos` and `sin` are of the rotary embedding, (rows or 1, width, head_size); `mask` is (rows or 1, 1, width,
+        slots), bool or added to the scores.
         """
         before: Any = load_op("qkv_rope", self.dtype)
         after: Any = load_op("attention_mlp", self.dtype)
-        query, key, value = before(state, *self._before, *angles).split(self.heads, dim=1)
+        query, key, value = before(state, *self._before, cos, sin).split(self.heads, dim=1)
         keys, values = cache.update(key, value, layer_idx)
-        return after(state, query, keys, values, mask, end, *self._after)
+        return after(state, query, keys, values, mask, None, *self._after)
 
-    def suits(self, state: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None) -> bool:
-        """Whether the kernels take these arguments of the layer."""
-        if state.dtype is not self.dtype or not state.is_cpu or torch.is_grad_enabled():
-            return False
+    def on_static_cache(self, keys: Tensor, values: Tensor) -> Callable[..., Tensor]:
+        """The layer as a function, which stores K/V in a static cache, (rows, KV heads, slots, head_size) each.
+
+        Its arguments are the tensors that `run` takes, the mask among them, and the number of slots that are filled
+        once this pass's K/V are stored, () int64.
+        """
+        kernel: Any = load_op("decoder_layer", self.dtype)
+        rest = keys, values, *self._before, *self._after
+        return lambda state, cos, sin, mask, end: kernel(state, cos, sin, mask, end, *rest)
+
+    def arguments_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+        """State, cosines, sines and mask among a layer's arguments; `None` if the kernels do not take them."""
+        state, angles, mask = input_state(args, kwargs), kwargs.get("position_embeddings"), kwargs.get("attention_mask")
+        if angles is None or state.dtype is not self.dtype or not state.is_cpu or torch.is_grad_enabled():
+            return None
         for one in angles:  # those of images have four dimensions; those of partly rotated heads are shorter
             if one.dim() != 3 or one.shape[-1] != self.head_size or one.dtype is not self.dtype:
-                return False
-        return mask is None or (mask.dim() == 4 and mask.shape[1] == 1 and mask.dtype in (torch.bool, self.dtype))
+                return None
+        if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1 or mask.dtype not in (torch.bool, self.dtype)):
+            return None
+        return state, *angles, mask
 
 
 def fused_layer(layer: nn.Module) -> FusedLayer | None:
@@ -205,7 +210,10 @@ class FusedLayers:
             state = input_state(args, kwargs)
             fused, limit = found.get(gate.layer_idx, (None, 0))
             suits = state.shape[0] * state.shape[1] <= limit and _is_dynamic(kwargs.get(CACHE), gate.layer_idx)
-            return run_layer(fused if suits else None, gate, args, kwargs)
+            taken = fused.arguments_of(args, kwargs) if fused is not None and suits else None
+            if fused is None or taken is None:
+                return gate.native(*args, **kwargs)
+            return gate.with_state(None, fused.run(gate.layer_idx, kwargs[CACHE], *taken))
 
         return run
 
@@ -230,21 +238,6 @@ class FusedLayers:
         if self._equal[key] and kind not in self._most_tokens:
             self._most_tokens[kind] = Probe(self.structure, layer_idx, layer, fused).most_tokens()
         return self._most_tokens[kind] if self._equal[key] else 0
-
-
-def run_layer(
-    fused: FusedLayer | None,
-    gate: LayerGate,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    end: Tensor | None = None,
-) -> Any:
-    """Run a layer by the kernels if they take its arguments, else by its own forward; see `FusedLayer.run`."""
-    state, angles, mask = input_state(args, kwargs), kwargs.get("position_embeddings"), kwargs.get("attention_mask")
-    lacks_mask = end is not None and mask is None  # the layer then attends to all slots
-    if fused is None or angles is None or lacks_mask or not fused.suits(state, angles, mask):
-        return gate.native(*args, **kwargs)
-    return gate.with_state(None, fused.run(gate.layer_idx, state, angles, mask, kwargs[CACHE], end))
 
 
 def _is_dynamic(cache: Any, layer_idx: int) -> bool:
@@ -336,7 +329,7 @@ class Probe:
         return output[0] if isinstance(output, tuple) else output
 
     def _by_kernels(self, state: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: DynamicCache) -> Tensor:
-        return self.fused.run(self.layer_idx, state, angles, mask, cache)
+        return self.fused.run(self.layer_idx, cache, state, *angles, mask)
 
     def _measure(self) -> list[float]:
         """For each number of tokens, seconds of the layer's own forward and of the kernels."""

@@ -326,6 +326,44 @@ Tensor attention_mlp(const Tensor& given, const Tensor& given_query, const Tenso
   return output;
 }
 
+// Store keys and values (rows, heads + 2 * KV heads, width, head_size), behind the queries in `given`, in the slots before
+// `end` of a static cache, (rows, KV heads, slots, head_size) each.
+void store(const char* name, const Tensor& given, int64_t end, const Tensor& keys, const Tensor& values) {
+  const int64_t rows = given.size(0), width = given.size(2), size = given.size(3), kv_heads = keys.size(1);
+  const int64_t slots = keys.size(2), bytes = static_cast<int64_t>(given.element_size()), heads = given.size(1);
+  STD_TORCH_CHECK(end >= width && end <= slots, name, ": ", end, " slots");
+  const auto* from = static_cast<const char*>(contiguous_data(name, given, keys.scalar_type()));
+  int64_t first = heads - 2 * kv_heads;
+  for (const Tensor* cache : {&keys, &values}) {
+    check_sizes(name, "cache", *cache, {rows, kv_heads, slots, size});
+    contiguous_data(name, *cache, given.scalar_type());
+    auto* to = static_cast<char*>(cache->mutable_data_ptr());
+    for (int64_t i = 0; i < rows * kv_heads; ++i) {
+      const char* head = from + (i / kv_heads * heads + first + i % kv_heads) * width * size * bytes;
+      std::copy(head, head + width * size * bytes, to + (i * slots + end - width) * size * bytes);
+    }
+    first += kv_heads;
+  }
+}
+
+// A whole layer on a static cache: qkv_rope, K/V stored in the last of the `end` filled slots, and attention_mlp. Arguments
+// are as of these two.
+Tensor decoder_layer(const Tensor& input, const Tensor& cos, const Tensor& sin, const Tensor& mask, const Tensor& end,
+                     const Tensor& keys, const Tensor& values, const Tensor& norm, double eps,
+                     const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+                     const std::vector<Tensor>& scales, const std::vector<Tensor>& head_norms, double head_eps,
+                     double scale, const Tensor& mlp_norm, double mlp_eps, const std::vector<Tensor>& mlp_weights,
+                     const std::optional<Tensor>& bias, const std::vector<Tensor>& mlp_scales) {
+  const char* name = "decoder_layer";
+  check_sizes(name, "key cache", keys, {-1, -1, -1, -1});
+  const Tensor heads = qkv_rope(input, norm, eps, weights, biases, scales, head_norms, head_eps, cos, sin);
+  const int64_t queries = heads.size(1) - 2 * keys.size(1);
+  STD_TORCH_CHECK(queries == weights[0].size(0) / heads.size(3), name, ": the key cache is of the wrong size");
+  store(name, heads, filled_slots(name, end), keys, values);
+  const Tensor query = torch::stable::narrow(const_cast<Tensor&>(heads), 1, 0, queries);
+  return attention_mlp(input, query, keys, values, mask, end, scale, mlp_norm, mlp_eps, mlp_weights, bias, mlp_scales);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
@@ -337,6 +375,10 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
               "Tensor[] head_norms, float head_eps, Tensor cos, Tensor sin) -> Tensor");
   library.def("attention_mlp(Tensor hidden_states, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? end, "
               "float scale, Tensor norm, float eps, Tensor[] weights, Tensor? bias, Tensor[] scales) -> Tensor");
+  library.def("decoder_layer(Tensor hidden_states, Tensor cos, Tensor sin, Tensor mask, Tensor end, Tensor(a!) keys, "
+              "Tensor(b!) values, Tensor norm, float eps, Tensor[] weights, Tensor[] biases, Tensor[] scales, "
+              "Tensor[] head_norms, float head_eps, float scale, Tensor mlp_norm, float mlp_eps, Tensor[] mlp_weights, "
+              "Tensor? bias, Tensor[] mlp_scales) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
@@ -346,4 +388,5 @@ STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("prefill_attention", TORCH_BOX(&prefill_attention));
   library.impl("qkv_rope", TORCH_BOX(&qkv_rope));
   library.impl("attention_mlp", TORCH_BOX(&attention_mlp));
+  library.impl("decoder_layer", TORCH_BOX(&decoder_layer));
 }

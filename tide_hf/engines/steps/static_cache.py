@@ -22,11 +22,13 @@ class CachePosition:
 
     start: Tensor  # () int64, the slot of the pass's first token
     slots: Tensor  # (width,) int64, the slots of the pass's tokens
+    end: Tensor  # () int64, the number of slots that are filled once the pass has stored its K/V
 
     def move_to(self, start: Tensor, width: int) -> None:
         """Move to the `width` slots from `start` on."""
         self.start = start
         self.slots = start + torch.arange(width, device=start.device)
+        self.end = start + width
 
 
 class StaticKVLayer(CacheLayerMixin):

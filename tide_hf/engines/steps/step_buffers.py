@@ -225,10 +225,10 @@ class StepBuffers:
         """Run the draft head over each row's last token."""
         head = self.head
         assert head is not None
-        slot = self.start[0] + self.fed[0]
-        self.cache.layers[0].position.move_to(slot, 1)
+        position: Any = self.cache.layers[0].position
+        position.move_to(self.start[0] + self.fed[0], 1)
         head.draft_hidden_state = self.draft_hidden_state
-        with filled_up_to(slot + 1):
+        with filled_up_to(position.end):
             found = method(head, self.ids.index_select(1, self.fed), self.mask)
         self.draft_hidden_state.copy_(head.draft_hidden_state)
         return found

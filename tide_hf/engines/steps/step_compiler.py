@@ -1,7 +1,7 @@
 """Compile steps, and the decoder layers of prefill; layers with equal operations share a compiled graph.
 
 A step of fixed shape is traced at the level of PyTorch's operators, so no model family needs code of its own. In the
-trace of the whole step each layer is a single op, which runs the graph of that layer.
+trace of the whole step each layer is a single op, which runs the graph of that layer, or its fused kernels.
 
 Prefill spends a fifth to a third of its time outside matrix products, in forty small operations per layer, each of
 which reads and writes all tokens. Layers of prefill are compiled for symbolic sizes. Guards on sizes, for example from
@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ...base_model.structure import CACHE
 from ...common.errors import first_line
-from ...depth.fused_layers import FusedLayer, run_layer
+from ...depth.fused_layers import FusedLayer
 from ...depth.gates import LayerGate
 from ...kernels.compile_cache import compiling
 from ...kernels.cpu.cpp_kernels import precompiling_header
@@ -75,10 +76,10 @@ _numbers = itertools.count()
 
 
 class Region:
-    """The graph of one decoder layer in one step; its output has the shape and dtype of `like`."""
+    """What runs one decoder layer in one step, a function of tensors; its output has the shape and dtype of `like`."""
 
-    def __init__(self, graph: LayerGraph, like: Tensor) -> None:
-        self.graph, self.shape, self.dtype = graph, like.shape, like.dtype
+    def __init__(self, function: Callable[..., Tensor], like: Tensor) -> None:
+        self.function, self.shape, self.dtype = function, like.shape, like.dtype
         self.number = next(_numbers)
         _regions[self.number] = self
 
@@ -90,8 +91,7 @@ _ops.define("layer(Tensor[] inputs, int region) -> Tensor")
 
 
 def _run_region(inputs: list[Tensor], region: int) -> Tensor:
-    (state,) = _regions[region].graph(*inputs)
-    return state
+    return _regions[region].function(*inputs)
 
 
 _ops.impl("layer", _run_region, "CompositeExplicitAutograd")
@@ -109,7 +109,7 @@ class StepCompiler:
     def __init__(self, compile_graph: CompileGraph) -> None:
         self._compile = compile_graph
         self.graphs = LayerGraphs(compile_graph)
-        self.fused: dict[int, FusedLayer] = {}  # the layers that two kernels run in the next step, by index
+        self.fused: dict[int, FusedLayer] = {}  # the layers that a kernel runs in the next step, by index
         self._regions: list[Region | None] | None = None  # set while a step is recorded
         self._to_insert: Iterator[Region | None] | None = None  # set while the step is traced
 
@@ -119,17 +119,28 @@ class StepCompiler:
             region = next(self._to_insert)
             if region is None:
                 return gate.native(*args, **kwargs)
-            inputs = _inputs_of_step(LayerArguments(args, kwargs), gate)
-            return gate.with_state(None, torch.ops.tide_hf.layer(inputs, region.number))
-        fused = self.fused.get(gate.layer_idx)
-        if fused is None and self._regions is None:
-            return gate.native(*args, **kwargs)
-        arguments = LayerArguments(args, kwargs)
-        end = _end_of(arguments, gate) if fused is not None else None
-        output = run_layer(fused, gate, args, kwargs, end)  # before tracing, so that weights are in their layouts
+            taken = self._inputs_of_kernels(gate, args, kwargs) or _inputs_of_step(LayerArguments(args, kwargs), gate)
+            return gate.with_state(None, torch.ops.tide_hf.layer(taken, region.number))
+        inputs = self._inputs_of_kernels(gate, args, kwargs)
+        if inputs is not None:
+            layer = kwargs[CACHE].layers[gate.layer_idx]
+            function = self.fused[gate.layer_idx].on_static_cache(layer.keys, layer.values)
+            state = function(*inputs)
+            if self._regions is not None:
+                self._regions.append(Region(function, state))
+            return gate.with_state(None, state)
+        output = gate.native(*args, **kwargs)  # before tracing, so that weights are in their layouts
         if self._regions is not None:
-            self._regions.append(self._region_of(gate, arguments, gate.state_of(output)))
+            self._regions.append(self._region_of(gate, LayerArguments(args, kwargs), gate.state_of(output)))
         return output
+
+    def _inputs_of_kernels(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+        """The arguments of `FusedLayer.on_static_cache`; `None` if kernels do not run this layer."""
+        fused = self.fused.get(gate.layer_idx)
+        taken = fused.arguments_of(args, kwargs) if fused is not None else None
+        if taken is None or taken[-1] is None:  # without a mask, the layer would attend to all slots
+            return None
+        return [*taken, kwargs[CACHE].layers[gate.layer_idx].position.end]
 
     def compile(self, function: Callable[[], Any], state: list[Tensor]) -> Replay:
         """Compile a step; if that fails, return a `Replay` that runs the step uncompiled and says why.
@@ -182,30 +193,28 @@ class StepCompiler:
     def _region_of(self, gate: LayerGate, arguments: LayerArguments, like: Tensor) -> Region | None:
         if arguments.cache is None:
             return None
-        stored, fused = arguments.cache.layers[gate.layer_idx], self.fused.get(gate.layer_idx)
+        stored = arguments.cache.layers[gate.layer_idx]
 
         def layer(*tensors: Tensor) -> tuple[Tensor]:
-            *rest, slots, start = tensors
+            *rest, slots, start, end = tensors
             args, kwargs = arguments.rebuilt(rest, _TracedStaticCache(stored.keys, stored.values, slots, start))
-            end = slots[-1] + 1
             with filled_up_to(end):
-                output = run_layer(fused, gate, args, kwargs, end)
+                output = gate.native(*args, **kwargs)
             return (gate.state_of(output).contiguous(),)
 
         graph, _ = self.graphs.graph_of(layer, _inputs_of_step(arguments, gate))
-        return Region(graph, like)
+
+        def function(*inputs: Tensor) -> Tensor:
+            (state,) = graph(*inputs)
+            return state
+
+        return Region(function, like)
 
 
 def _inputs_of_step(arguments: LayerArguments, gate: LayerGate) -> list[Tensor]:
     """The inputs of a layer that change from pass to pass: its tensor arguments, and the position in the cache."""
     position = arguments.cache.layers[gate.layer_idx].position
-    return [*arguments.tensors, position.slots, position.start]
-
-
-def _end_of(arguments: LayerArguments, gate: LayerGate) -> Tensor:
-    """How many slots of the static cache are filled once a pass has stored its K/V, () int64."""
-    end: Tensor = arguments.cache.layers[gate.layer_idx].position.slots[-1] + 1
-    return end
+    return [*arguments.tensors, position.slots, position.start, position.end]
 
 
 class _TracedStaticCache:

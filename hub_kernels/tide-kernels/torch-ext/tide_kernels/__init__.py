@@ -14,6 +14,7 @@ if hasattr(ops, "skinny_gemm"):  # this build's library is for CPUs
     from .cpu import (
         attention_mlp,
         decode_attention,
+        decoder_layer,
         groupwise_gemm,
         implementations,
         prefill_attention,
@@ -24,6 +25,7 @@ if hasattr(ops, "skinny_gemm"):  # this build's library is for CPUs
     __all__ = [
         "attention_mlp",
         "decode_attention",
+        "decoder_layer",
         "groupwise_gemm",
         "implementations",
         "prefill_attention",

@@ -27,6 +27,7 @@ _FAKES: dict[str, Callable[..., Tensor]] = {
     "prefill_attention": lambda query, *_: query.new_empty(query.transpose(1, 2).shape),
     "qkv_rope": lambda hidden_states, norm, eps, weights, *rest: _heads(hidden_states, weights, rest[-1].shape[-1]),
     "attention_mlp": lambda hidden_states, *_: hidden_states.new_empty(hidden_states.shape),
+    "decoder_layer": lambda hidden_states, *_: hidden_states.new_empty(hidden_states.shape),
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(add_op_namespace_prefix(_name), _fake, allow_override=True)
@@ -37,6 +38,7 @@ decode_attention: Any = ops.decode_attention.default
 prefill_attention: Any = ops.prefill_attention.default
 qkv_rope: Any = ops.qkv_rope.default
 attention_mlp: Any = ops.attention_mlp.default
+decoder_layer: Any = ops.decoder_layer.default
 
 
 def implementations() -> dict[str, str]:
