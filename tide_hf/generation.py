@@ -21,7 +21,7 @@ from .common.token_sources import sources_of_depths
 from .depth.early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
 from .depth.gates import active, active_run
 from .depth.kv_cache import fill_for, find_cache
-from .engines.warm_up import checked_rows, compile_kernels, warm_up
+from .engines.warm_up import checked_rows, prepare_eager, warm_up
 from .routers.config import check_exit_threshold, check_min_layers
 from .speculation.acceptance import AcceptanceRule
 from .speculation.attachment import Attachment, DrafterFactory
@@ -184,7 +184,8 @@ class TIDEGenerationMixin:
         """Compile what an engine runs, and on a GPU capture its steps, so that later calls need not wait.
 
         `"eager"` has no steps to compile, but on a CPU it is faster with kernels that this method compiles once on each
-        machine. Calls that exceed `max_length`, or draft with other exit heads, compile further steps.
+        machine, and with weights in the layout that those read the fastest, which later calls then need not convert.
+        Calls that exceed `max_length`, or draft with other exit heads, compile further steps.
 
         Args:
             rows: The batch size of later calls, or several sizes. Steps for one size also serve smaller batches of more
@@ -193,7 +194,7 @@ class TIDEGenerationMixin:
             engine: Name of the engine; default: the engine that TIDE was attached with.
 
         Returns:
-            Seconds that the warm-up took; 0 if there was nothing to compile.
+            Seconds that the warm-up took; 0 if there was nothing to do.
 
         Raises:
             ConfigurationError: An argument is not a positive integer, or there is no such engine.
@@ -203,7 +204,7 @@ class TIDEGenerationMixin:
         chosen = check_choice("engine", engine or attachment.engine, ENGINES)
         numbers = checked_rows(rows, max_length)
         if chosen == EAGER:
-            return compile_kernels(attachment)
+            return prepare_eager(attachment)
         return warm_up(self, attachment, chosen, numbers, max_length)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -157,13 +157,15 @@ def converted(model):
 @pytest.mark.parametrize("as_kernels", [True, False], ids=["layers as kernels", "single products"])
 def test_tokens_are_the_models_own(tiny_llama, attach, engine, kind, as_kernels, monkeypatch):
     model = narrow(tiny_llama(num_hidden_layers=LAYERS, **SIZES), kind)
-    seen, run = set(), FusedLayer.run
+    seen = set()
 
-    def counted(self, *args):
+    def counted(run, self, *args):
         seen.update(weight.dtype for weight in (*self._before[2], *self._after[3]))
         return run(self, *args)
 
-    monkeypatch.setattr(FusedLayer, "run", counted)
+    for name in ("run", "on_static_cache"):
+        run = getattr(FusedLayer, name)
+        monkeypatch.setattr(FusedLayer, name, lambda self, *args, run=run: counted(run, self, *args))
     monkeypatch.setattr(Probe, "most_tokens", lambda _: 16 if as_kernels else 0)
     expected = model.generate(**prompts(), **OPTIONS)
     attach(model, engine)
@@ -241,6 +243,17 @@ def test_short_first_answers_do_not_wait_for_the_conversion(tiny_llama, attach, 
     for length, expected in zip(lengths, found, strict=True):
         model.generate(**prompts(), do_sample=False, min_new_tokens=length, max_new_tokens=length)
         assert converted(model) & {HalfWeight, RequantizedWeight} == expected
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("bfloat16", HalfWeight), ("integers", RequantizedWeight)])
+def test_no_answer_waits_for_the_conversion_after_a_warm_up(tiny_llama, attach, monkeypatch, kind, layout):
+    model = attach(narrow(tiny_llama(num_hidden_layers=LAYERS, **SIZES), kind))
+    model._tide.copies_at_once = False
+    assert model.tide_warm_up() > 0.0
+    assert layout in converted(model)
+    assert model.tide_warm_up() == 0.0
+    monkeypatch.setattr(layout, "_convert", lambda *_: pytest.fail("converted later"))
+    model.generate(**prompts(), do_sample=False, max_new_tokens=2)
 
 
 def test_no_copy_is_made_where_memory_is_short(tiny_llama, attach):

@@ -2,7 +2,8 @@
 
 In such a pass a small model's layer spends as long on starting some forty operations as on its products. Here one
 kernel computes queries, keys and values, the cache stores them as it would for the layer, and another kernel computes
-the rest, from attention to the MLP; on a static cache a single kernel does all three. Weights are read as the model stores them: plain, or quantised to integers.
+the rest, from attention to the MLP; on a static cache a single kernel does all three. Weights are read as the model
+stores them: plain, or quantised to integers.
 
 A layer is of this kind if its modules have the names and types of Llama's, and if the kernels give the same as the
 layer's own forward on random states, in a probe. The kernels run passes of up to as many tokens as they were measured

@@ -139,8 +139,11 @@ def _most_tokens(config: Any, max_length: int) -> int:
     return min(max_length, *(known for known in limits if known), max_length)
 
 
-def compile_kernels(attachment: Attachment) -> float:
-    """Build the kernels that eager calls use but do not build themselves; return the seconds that this took."""
+def prepare_eager(attachment: Attachment) -> float:
+    """Build the kernels that eager calls use but do not build themselves, and convert the weights for them.
+
+    Returns the seconds that this took; 0 if there was nothing to do.
+    """
     dtypes = weight_dtypes(attachment.gates()) & DTYPES.keys() if attachment.use_kernels is not False else ()
     missing = [dtype for dtype in dtypes if not are_ready(dtype)]
     counter = WarmUp("Building kernels for this CPU", "dtypes")
@@ -150,7 +153,8 @@ def compile_kernels(attachment: Attachment) -> float:
             counter.add(int(build_kernels(dtype)), perf_counter() - begin)
     if missing:
         attachment.measure_layouts()
-    return counter.seconds
+    begin = perf_counter()
+    return counter.seconds + (perf_counter() - begin if attachment.convert_weights() else 0.0)
 
 
 def _kinds_of_prompts(most_rows: int) -> set[tuple[int, bool]]:

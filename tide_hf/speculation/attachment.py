@@ -20,13 +20,14 @@ from ..depth.linear_gate import (
     Layouts,
     LinearGate,
     allowed_layouts,
+    layouts_now,
     linear_gates,
     linears_in,
     open_linear_gates,
     weight_dtypes,
 )
 from ..kernels.cpu.cpp_kernels import are_ready
-from ..kernels.cpu.weight_layouts import PYTORCH_LAYOUTS, measure_layouts
+from ..kernels.cpu.weight_layouts import DECODE_ROWS, PYTORCH_LAYOUTS, measure_layouts
 from ..routers.config import TIDEConfig
 from ..routers.draft_head import DraftHead
 from ..routers.exit_points import ExitPoint
@@ -142,6 +143,18 @@ class Attachment:
         for dtype in weight_dtypes(gates):
             measure_layouts(dtype, self._eager_layouts(gates))
         self.execute_layer()  # probes and times the layers, which it remembers
+
+    def convert_weights(self) -> bool:
+        """Convert the weights to what the kernels read the fastest, so that no later call has to; return if any was."""
+        gates = self.gates()
+        if self._eager_layouts(gates) is not KERNEL_LAYOUTS:
+            return False
+        self.copies_at_once = True
+        before = [len(gate.converted) for gate in gates]
+        with self.running(EAGER, 0):
+            for gate in gates:
+                gate.prepare(DECODE_ROWS[0], layouts_now())
+        return before != [len(gate.converted) for gate in gates]
 
     def execute_layer(self) -> ExecuteLayer | None:
         """What runs decoder layers in an eager call, where that is not their own forward; see [`FusedLayers`]."""
