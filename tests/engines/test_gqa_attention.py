@@ -4,12 +4,15 @@ import threading
 
 import pytest
 import torch
+from draft_heads import draft_head_for
+from drafters import use_heads
 from families import SDPA, VOCAB, tiny_model
+from on_steps import OPTIONS, attach_compiled, new_tokens, prompts
 from recorded import KeyHeads
 
 from tide_hf.base_model.structure import CACHE
 from tide_hf.engines import gqa_attention as attention
-from tide_hf.engines.gqa_attention import NAME, attend, filled_up_to, gqa_attention, reading_lengths
+from tide_hf.engines.gqa_attention import NAME, attend, attend_static, filled_up_to, gqa_attention, reading_lengths
 
 
 @torch.no_grad()
@@ -101,3 +104,25 @@ def test_lengths_on_a_device_replace_only_masks_that_hide_no_more(may_read, chan
     with reading_lengths(may_read), filled_up_to(torch.tensor(8, device="meta")):  # as on a device
         attend(module, query, key, values.pop("value"), values.pop("mask"), **values)
     assert bool(calls) == reads
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_draft_heads_read_only_filled_slots(kv_heads):
+    query, (key, value) = torch.randn(2, 3, 1, 8), torch.randn(2, 2, kv_heads, 9, 8)
+    mask = (torch.arange(9) > 0) & (torch.arange(9) < 5)
+    mask = mask.expand(2, 1, 1, 9).contiguous()
+    expected = attention.draft_head.attend(query, key, value, mask)
+    key[:, :, 5:] = value[:, :, 5:] = torch.nan
+    with filled_up_to(torch.tensor(5)):
+        assert torch.allclose(attend_static(query, key, value, mask), expected, atol=1e-5)
+
+
+def test_drafts_on_compiled_steps_are_of_filled_slots(tiny_llama, monkeypatch):
+    model = tiny_llama()
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach_compiled(model, draft_head_for(model))
+    use_heads(model, 0, continuations=new_tokens(expected), kind="mixed")
+    monkeypatch.setattr(attention.draft_head, "attend", lambda *_: pytest.fail("all slots were read"))
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert model.last_exit_stats.drafted > 0
+    assert steps.refused is None
