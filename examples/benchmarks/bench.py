@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ from torch import Tensor
 from tide_hf import TIDERouters
 from tide_hf.calibration.documents import Document, describe_source
 from tide_hf.calibration.text import plan_writing, write_documents
-from tide_hf.common.errors import MissingPackageError
 from tide_hf.common.token_ids import encode_prompt, prompt_tokens
 from tide_hf.evaluation.quality import read_texts
 
-from .common import read_prompts
+from .common import int8_quantizer, read_prompts
 from .disagreement import unseen_prompts
 from .reading import plain_scores, reading_of
 
@@ -87,16 +86,11 @@ class Bench:
         Raises:
             MissingPackageError: torchao is not installed.
         """
-        try:
-            quantization = import_module("torchao.quantization")
-        except ImportError as error:
-            raise MissingPackageError(
-                "torchao is not installed", got="--quantize", expected="torchao", do="pip install torchao"
-            ) from error
+        quantize = int8_quantizer()
         self.folder  # noqa: B018 - other engines quantise the original
         documents, text = self.documents(PERPLEXITY_TEXTS, PERPLEXITY_LENGTH)
         perplexity = {"unquantized": self.perplexity(documents)}
-        quantization.quantize_(self.model, quantization.Int8WeightOnlyConfig())
+        quantize(self.model)
         perplexity["int8"] = self.perplexity(documents)
         return {
             "weights": f"int8 weights (torchao {metadata.version('torchao')})",

@@ -6,7 +6,8 @@ import argparse
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tide_hf.cli.demo_model import DEFAULT_MODEL
+from tide_hf.common.errors import MissingPackageError
 from tide_hf.hub.provenance import provenance
 from tide_hf.speculation.engine import Draft
 
@@ -23,6 +25,21 @@ from . import pypi_models
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 PROMPTS = FOLDER / "prompts.json"
+
+
+def int8_quantizer() -> Callable[[Any], None]:
+    """What quantises the weights of a model's linear layers, its head among them, to int8 with a scale a row.
+
+    Raises:
+        MissingPackageError: torchao is not installed.
+    """
+    try:
+        quantization = import_module("torchao.quantization")
+    except ImportError as error:
+        raise MissingPackageError(
+            "torchao is not installed", got="--quantize", expected="torchao", do="pip install torchao"
+        ) from error
+    return lambda model: quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
 
 
 class NoDrafts:

@@ -291,8 +291,9 @@ def bytes_read(model: Any) -> int:
 
 def _stored_bytes(weight: Tensor) -> int:
     """Of a weight; a quantised one is of several tensors."""
-    names = weight.__tensor_flatten__()[0] if hasattr(weight, "__tensor_flatten__") else ()
-    return sum(getattr(weight, name).nbytes for name in names) if names else weight.nbytes
+    if not hasattr(weight, "__tensor_flatten__"):
+        return weight.nbytes
+    return sum(getattr(weight, name).nbytes for name in weight.__tensor_flatten__()[0])
 
 
 def _without_bytes(found: dict[str, Any]) -> dict[str, Any]:

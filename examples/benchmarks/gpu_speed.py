@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,7 +26,7 @@ from tide_hf.evaluation.benchmark import synchronize
 from tide_hf.hub.load import shipped_routers
 from tide_hf.hub.provenance import provenance
 
-from .common import RESULTS, write_record
+from .common import RESULTS, int8_quantizer, write_record
 from .gpu_lines import LINE_ERRORS, PREFIX, Bench, bytes_read, lines, or_error
 
 LLAMA = "llama-8b-shaped, random"
@@ -96,12 +95,6 @@ def load(name: str, dtype: torch.dtype, device: str, options: argparse.Namespace
     return model.to(device).eval(), shipped_routers(model) or options.routers
 
 
-def quantize(model: Any) -> None:
-    """Quantise the weights of linear layers to int8 with a scale a row, by torchao."""
-    quantization = import_module("torchao.quantization")
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-
-
 def copy_bandwidth(device: str, size: int) -> float:
     """Bytes per second, read and written, of a copy on the device."""
     source = torch.empty(size, dtype=torch.uint8, device=device)
@@ -152,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             model, routers = load(name, getattr(torch, options.dtype), device, options)
             if options.quantize:
-                quantize(model)
+                int8_quantizer()(model)
         except LINE_ERRORS as error:
             write(name, {"error": str(error)[:PREFIX]}, f"cannot be loaded: {error}")
             continue

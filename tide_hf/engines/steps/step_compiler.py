@@ -115,13 +115,13 @@ class StepCompiler:
 
     def run(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer in place of `gate.native`."""
+        inputs = self._inputs_of_kernels(gate, args, kwargs)
         if self._to_insert is not None:
             region = next(self._to_insert)
             if region is None:
                 return gate.native(*args, **kwargs)
-            taken = self._inputs_of_kernels(gate, args, kwargs) or _inputs_of_step(LayerArguments(args, kwargs), gate)
+            taken = inputs or _inputs_of_step(LayerArguments(args, kwargs), gate)
             return gate.with_state(None, torch.ops.tide_hf.layer(taken, region.number))
-        inputs = self._inputs_of_kernels(gate, args, kwargs)
         if inputs is not None:
             layer = kwargs[CACHE].layers[gate.layer_idx]
             function = self.fused[gate.layer_idx].on_static_cache(layer.keys, layer.values)
