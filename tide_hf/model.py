@@ -14,6 +14,7 @@ from .depth.gates import open_gates, remove_gates
 from .depth.linear_gate import linears_in, linears_to_gate, open_linear_gates
 from .depth.multi_token_passes import check_widths
 from .engines.kinds import new_engines
+from .engines.warm_up import build_while_attaching
 from .generation import TIDEGenerationMixin, attached_class
 from .hub.load import DEFAULT_ROUTERS, find_routers, load_base_model, log_no_routers, read_routers
 from .kernels.ops import USE_KERNELS, load_kernels
@@ -80,9 +81,11 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
                 use. `"auto"`: only if the copies take at most a quarter of the memory that is free when TIDE is
                 attached, and in eager calls not for a first short answer. `False` leaves linear layers as they are, so
                 the compiled engine's kernels for plain weights do not run either.
-            use_kernels: Run fused kernels: `"auto"` (if they are available), `True` (raise if they are not; on a CPU,
-                build them first) or `False`. See `ops.load_kernels`. Attaching makes the choice: attach again after
-                moving the model. On a CPU, `False` concerns eager calls alone.
+            use_kernels: Run fused kernels: `"auto"` (if they are available), `True` (raise if they are not) or `False`.
+                See `ops.load_kernels`. Attaching makes the choice: attach again after moving the model. On a CPU,
+                kernels that cannot be fetched are built while TIDE is attached, which takes seconds once on each
+                machine: with `"auto"` for models of at least 64 MB of weights, if there is a C++ compiler and the build
+                can be kept. There, `False` concerns eager calls alone.
             engine: What runs the passes: `"eager"`, the model's own forward; or `"compiled"`, which runs draft steps
                 and verify passes of `self_speculative` as compiled steps of fixed shape, captured as CUDA graphs on
                 a GPU. Preparing a step at its first use takes seconds. Calls that the steps do not support run eagerly,
@@ -223,6 +226,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         model.__class__ = attached_class(attachment.base_class)
         model._tide = attachment
         model.last_exit_stats = None
+        build_while_attaching(attachment)
         attachment.measure_layouts()
         return given
 

@@ -30,6 +30,7 @@ from .peers import PEERS, PeerModel, interpreter
 from .published import EXIT_THRESHOLD, NAME, PublishedModel, engine, readable_texts
 
 NGRAMS, HEADS, BOTH = "self_speculative, n-grams only", "self_speculative, heads only", "self_speculative"
+NO_KERNELS = "self_speculative, no kernels"
 
 
 @dataclass(frozen=True)
@@ -128,9 +129,8 @@ def attached(bench: Bench) -> Any:
 
 
 def _eager(bench: Bench, routers: Any = None, **settings: Any) -> Any:
-    """A copy with TIDE attached as it is on a machine that has compiled no kernels yet, whether this one has or not."""
-    copy = weight_sharing_copy(bench.model)
-    return TIDEModelForCausalLM.attach(copy, routers, use_kernels=False, **settings)
+    """A copy with TIDE attached."""
+    return TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), routers, **settings)
 
 
 def ngrams(bench: Bench) -> DecodingMethod:
@@ -160,11 +160,9 @@ def self_speculative(bench: Bench) -> DecodingMethod:
     return DecodingMethod(BOTH, _eager(bench, bench.need_routers()))
 
 
-def warmed_up(bench: Bench) -> DecodingMethod:
-    """The same with the kernels that it uses once they are compiled."""
-    model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), bench.need_routers())
-    model.tide_warm_up()
-    return DecodingMethod(f"{BOTH}, warmed up", model)
+def no_kernels(bench: Bench) -> DecodingMethod:
+    """The same as it is where there is no C++ compiler."""
+    return DecodingMethod(NO_KERNELS, _eager(bench, bench.need_routers(), use_kernels=False))
 
 
 def compiled(bench: Bench) -> DecodingMethod:
@@ -271,7 +269,7 @@ WAYS = {
     "ngrams": Way(ngrams),
     "heads": Way(heads),
     "self_speculative": Way(self_speculative),
-    "warmed_up": Way(warmed_up),
+    "no_kernels": Way(no_kernels),
     "compiled_plain": Way(compiled_plain),
     "compiled_ngrams": Way(compiled_ngrams),
     "compiled_heads": Way(compiled_heads),

@@ -169,10 +169,8 @@ def stage_cpu(folder: Path, levels: Sequence[str] = (), values: Sequence[str] = 
     Raises:
         BuildError: There is no compiler, it refuses the sources, or this machine or PyTorch is not supported.
     """
-    known = CPU_LEVELS.get(_machine(), {})
-    if not known or platform.system() not in ("Linux", "Darwin"):
-        raise BuildError(f"there are no CPU kernels for {platform.system()} on {platform.machine()}")
-    _check_torch()
+    check_cpu()
+    known = CPU_LEVELS[_machine()]
     variant = _emptied(folder / f"{STABLE_NAME}-cpu-{_machine()}-{platform.system().lower()}")
     unique_name = "_".join([_unique_name("cpu", cpu_files()), *(value.rpartition(":")[2].lower() for value in values)])
     with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -184,6 +182,15 @@ def stage_cpu(folder: Path, levels: Sequence[str] = (), values: Sequence[str] = 
             _run([*link, "-o", str(variant / f"{library}.abi3.so")])
     _write(variant, unique_name, CPU_OPS_FILE.format(unique_name=unique_name), "cpu", None)
     return variant
+
+
+def check_cpu() -> None:
+    """Raise [`BuildError`] if this machine, PyTorch or a missing compiler rules out a build of the CPU's ops."""
+    if _machine() not in CPU_LEVELS or platform.system() not in ("Linux", "Darwin"):
+        raise BuildError(f"there are no CPU kernels for {platform.system()} on {platform.machine()}")
+    _check_torch()
+    if shutil.which(_compiler()) is None:
+        raise BuildError(f"{_compiler()} was not found")
 
 
 def cpu_files() -> list[Path]:

@@ -1,5 +1,7 @@
 """The eager engine on a CPU: it uses kernels that are compiled, waits for no compiler, and keeps the tokens."""
 
+import logging
+
 import pytest
 import torch
 from draft_heads import draft_head_for
@@ -10,7 +12,7 @@ from packed_weights import set_fastest_layouts
 from repository import SHIPPED
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.engines import gqa_attention
+from tide_hf.engines import gqa_attention, warm_up
 from tide_hf.engines.eager import LONG_PROMPT
 from tide_hf.kernels.cpu import attention, weight_layouts
 from tide_hf.kernels.cpu import cpp_kernels as kernels
@@ -129,6 +131,43 @@ def test_layouts_are_measured_while_attaching_and_by_no_call(tiny_llama, monkeyp
     use_drafter(model, "right", expected[:, prompts()["input_ids"].shape[1] :].tolist(), width=4)
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     TIDEModelForCausalLM.attach(tiny_llama(), pack_weights=False)
+
+
+@pytest.fixture
+def worth_a_build(monkeypatch):
+    """Even tiny models, whose builds can be kept."""
+    monkeypatch.setattr(warm_up, "WORTH_A_BUILD", 1)
+    monkeypatch.setattr(warm_up, "obstacle_to_build", lambda _: None)
+
+
+def test_kernels_are_built_while_attaching(tiny_llama, worth_a_build, monkeypatch):
+    model = TIDEModelForCausalLM.attach(tiny_llama())
+    assert are_ready(torch.float32)
+    assert model.tide_warm_up() > 0.0  # converts weights
+    monkeypatch.setattr(kernels, "_built", pytest.fail)
+    model.generate(**prompts(), **OPTIONS)
+    assert layouts_of(model) == {PlainWeight}
+
+
+@pytest.mark.parametrize("settings", [{"use_kernels": False}, {"pack_weights": False}])
+def test_attaching_builds_no_kernels_that_are_switched_off(tiny_llama, worth_a_build, monkeypatch, settings):
+    monkeypatch.setattr(kernels, "_built", pytest.fail)
+    TIDEModelForCausalLM.attach(tiny_llama(), **settings)
+
+
+def test_attaching_builds_no_kernels_for_a_small_model(tiny_llama, worth_a_build, monkeypatch):
+    model = tiny_llama()
+    monkeypatch.setattr(warm_up, "WORTH_A_BUILD", 1 + sum(weight.nbytes for weight in model.parameters()))
+    monkeypatch.setattr(kernels, "_built", pytest.fail)
+    TIDEModelForCausalLM.attach(model)
+
+
+def test_where_kernels_cannot_be_built_attaching_says_so_and_goes_on(tiny_llama, worth_a_build, monkeypatch, caplog):
+    monkeypatch.setattr(warm_up, "obstacle_to_build", lambda dtype: f"no compiler for {dtype}")
+    monkeypatch.setattr(kernels, "_built", pytest.fail)
+    with caplog.at_level(logging.INFO, logger="tide_hf.engines"):
+        TIDEModelForCausalLM.attach(tiny_llama())
+    assert "kernels for torch.float32 are not built: no compiler for torch.float32" in caplog.text
 
 
 def test_warm_up_builds_the_kernels_once(tiny_llama):

@@ -16,7 +16,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import KernelError
 from tide_hf.kernels import compile_cache, ops
 from tide_hf.kernels.cpu import cpp_kernels as kernels
-from tide_hf.kernels.cpu.cpp_kernels import are_ready, build_kernels, load_op
+from tide_hf.kernels.cpu.cpp_kernels import are_ready, build_kernels, load_op, obstacle_to_build
 from tide_hf.kernels.fetch import KERNELS_REPO
 
 BUILT, BUILT_FOLDER = kernels._built, kernels.built_folder  # before conftest.py replaces them
@@ -128,11 +128,25 @@ def test_other_systems_and_dtypes_have_no_kernels(home, monkeypatch, caplog):
     assert "PyTorch is 2.9.1+cpu, and the kernels need 2.10 or later" in caplog.text
 
 
+def test_an_obstacle_to_a_build_is_known_before_it_starts(home, monkeypatch):
+    assert obstacle_to_build(DTYPE) is None
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "no-compiler")
+        assert obstacle_to_build(DTYPE) == "no-compiler was not found"
+    with monkeypatch.context() as patch:
+        patch.setattr("platform.system", lambda: "Windows")
+        assert obstacle_to_build(DTYPE).startswith("there are no CPU kernels for Windows on")
+    folder = BUILT_FOLDER(DTYPE)
+    folder.chmod(0o757)
+    assert obstacle_to_build(DTYPE) == f"builds cannot be kept in {folder}"
+
+
 def test_without_the_sources_there_are_no_kernels(home, monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(kernels, "PROJECT", tmp_path)  # such as a checkout without links
     kernels.stage_module.cache_clear()
     try:
         assert not are_ready(DTYPE)
+        assert "stage.py" in obstacle_to_build(DTYPE)
         assert not build_kernels(DTYPE)
     finally:
         kernels.stage_module.cache_clear()
@@ -225,6 +239,11 @@ def test_kernels_are_built_where_they_cannot_be_kept(home, copied, caplog):
     with caplog.at_level(logging.INFO, logger="tide_hf.kernels"):
         assert build_kernels(DTYPE)
     assert "C++ kernels are not kept for later processes" in caplog.text
+
+
+def test_a_process_that_waited_for_another_ones_build_takes_it(kept, monkeypatch):
+    monkeypatch.setattr(kernels.stage_module(), "stage_cpu", pytest.fail)
+    assert kernels._built(DTYPE) == kept
 
 
 def test_of_two_processes_that_build_the_first_ones_build_is_kept(home, copied, monkeypatch):

@@ -111,6 +111,11 @@ class LinearGate(Gate):
         weight = self._weight  # for example, moved to a GPU after attaching
         return (weight,) if weight is not None and _is_plain(weight) else ()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what layouts are made from."""
+        return sum(source.nbytes for source in self.sources())
+
     def _choose(self, input: Tensor, products: dict[tuple[LinearGate, int], Product] | None) -> Tensor:
         weight, bias, is_traced = self._weight, self._bias, is_in_torch_dispatch_mode()
         with _disable_current_modes() if is_traced else nullcontext():  # no trace shall convert weights, or measure

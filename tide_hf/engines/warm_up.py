@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import torch
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from ..base_model.structure import rope_limits
 from ..common.choices import check_counts, is_count
 from ..common.errors import ConfigurationError, short
 from ..depth.linear_gate import weight_dtypes
 from ..depth.multi_token_passes import multi_token_limit
-from ..kernels.cpu.cpp_kernels import DTYPES, are_ready, build_kernels
+from ..kernels.cpu.cpp_kernels import DTYPES, are_ready, build_kernels, obstacle_to_build
 from ..speculation.attachment import Attachment, head_priors
 from ..speculation.engine import UNREAD, Draft, DraftEngine
 from ..speculation.policy import FEWEST_PLAIN, Option, choose
 from ..speculation.rows import RowCriterion
 from .steps.step_buffers import WIDTHS
 
+# Bytes of weights. Smaller models read them from the CPU's caches, where kernels gain little.
+WORTH_A_BUILD = 64 * 2**20
 # Prompt lengths to warm up; each may use a different weight layout.
 PROMPT_LENGTHS = (8, 40, 80, 160, 320)
 ANSWER_LENGTH = 2 * sum(WIDTHS)  # enough for the drafts of all verify widths
@@ -30,6 +33,8 @@ OPTIONS |= {"num_beams": 1, "num_return_sequences": 1, "eos_token_id": None, "pa
 # In a model's generation config these would end the warm-up, or keep its calls from the steps.
 OPTIONS |= dict.fromkeys(("max_time", "stop_strings", "exponential_decay_length_penalty", "cache_implementation"))
 OPTIONS |= {"output_attentions": False, "output_hidden_states": False}
+
+logger = logging.getLogger(__name__)
 
 
 class WarmUp:
@@ -69,7 +74,9 @@ class WarmUp:
     def _draw(self) -> None:
         if self._line is None:
             layout = "{desc}: {n_fmt} {unit}{postfix}"
-            self._line = logging.tqdm(desc=self.description, unit=self.unit, bar_format=layout, disable=None)
+            self._line = transformers_logging.tqdm(
+                desc=self.description, unit=self.unit, bar_format=layout, disable=None
+            )
         self._line.n = self.num_prepared
         memory = f", {self.bytes / 1e6:.0f} MB" if self.bytes else ""
         self._line.set_postfix_str(f"{self.seconds:.1f} s{memory}")
@@ -139,22 +146,48 @@ def _most_tokens(config: Any, max_length: int) -> int:
     return min(max_length, *(known for known in limits if known), max_length)
 
 
+def build_while_attaching(attachment: Attachment) -> None:
+    """Build the kernels that eager calls lack, once on each machine, so that no user has to know of them.
+
+    Only for models that they pay for, and where builds can be kept; else the log says at level INFO why not.
+    """
+    gates = attachment.gates()
+    if attachment.use_kernels != "auto" or sum(gate.num_bytes for gate in gates) < WORTH_A_BUILD:
+        return
+    missing = _missing_kernels(attachment)
+    reasons = {dtype: obstacle_to_build(dtype) for dtype in missing}
+    for dtype, reason in reasons.items():
+        if reason is not None:
+            logger.info("kernels for %s are not built: %s", dtype, reason)
+    _build([dtype for dtype in missing if reasons[dtype] is None])
+
+
 def prepare_eager(attachment: Attachment) -> float:
-    """Build the kernels that eager calls use but do not build themselves, and convert the weights for them.
+    """Build the kernels that eager calls lack, and convert the weights for them.
 
     Returns the seconds that this took; 0 if there was nothing to do.
     """
-    dtypes = weight_dtypes(attachment.gates()) & DTYPES.keys() if attachment.use_kernels is not False else ()
-    missing = [dtype for dtype in dtypes if not are_ready(dtype)]
-    counter = WarmUp("Building kernels for this CPU", "dtypes")
-    with counter.shown(is_due=bool(missing)):
-        for dtype in missing:
-            begin = perf_counter()
-            counter.add(int(build_kernels(dtype)), perf_counter() - begin)
+    missing = _missing_kernels(attachment) if attachment.use_kernels is not False else []
+    seconds = _build(missing)
     if missing:
         attachment.measure_layouts()
     begin = perf_counter()
-    return counter.seconds + (perf_counter() - begin if attachment.convert_weights() else 0.0)
+    return seconds + (perf_counter() - begin if attachment.convert_weights() else 0.0)
+
+
+def _missing_kernels(attachment: Attachment) -> list[torch.dtype]:
+    dtypes = weight_dtypes(attachment.gates()) & DTYPES.keys()
+    return [dtype for dtype in dtypes if not are_ready(dtype)]
+
+
+def _build(dtypes: list[torch.dtype]) -> float:
+    """Build kernels, with a progress line on a terminal; return the seconds that this took."""
+    counter = WarmUp("Building kernels for this CPU", "dtypes")
+    with counter.shown(is_due=bool(dtypes)):
+        for dtype in dtypes:
+            begin = perf_counter()
+            counter.add(int(build_kernels(dtype)), perf_counter() - begin)
+    return counter.seconds
 
 
 def _kinds_of_prompts(most_rows: int) -> set[tuple[int, bool]]:

@@ -37,13 +37,14 @@ SUMMARY = {
     "OpenVINO GenAI, prompt lookup, float32": "OpenVINO GenAI, prompt lookup",
     "OpenVINO GenAI, our draft head, float32": "OpenVINO GenAI with our draft head",
     "OpenVINO GenAI, int8": "OpenVINO GenAI, its own int8 weights",
+    "self_speculative, no kernels": "with tide_hf, without a C++ compiler",
     "self_speculative": "with tide_hf",
-    "self_speculative, warmed up": "with tide_hf, after `model.tide_warm_up()`",
+    "self_speculative, warmed up": "with tide_hf, after `model.tide_warm_up()`",  # in results of earlier versions
     "no drafts, compiled": 'with tide_hf, `engine="compiled"`, no drafts: the engine alone',
     "self_speculative, n-grams only, compiled": 'with tide_hf, `engine="compiled"`, drafts from n-grams alone',
     "self_speculative, compiled": 'with tide_hf, `engine="compiled"`, all drafts',
 }
-LOSSLESS = ("generate", "prompt_lookup", "ngrams", "heads", "self_speculative")
+LOSSLESS = ("generate", "prompt_lookup", "ngrams", "heads", "no_kernels", "self_speculative")
 
 
 @dataclass(frozen=True)

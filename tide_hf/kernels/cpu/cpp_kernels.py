@@ -2,7 +2,8 @@
 
 Kernels are PyTorch ops, so that compiled graphs call them without Python: a pass over a few tokens in a model of 30
 layers makes 150 such calls, whose Python overhead was a fifth of the pass's time. The compiled engine builds kernels
-at first use. Eager calls never wait for a compiler: they use only kernels that were fetched or built before.
+at first use. Eager calls never wait for a compiler: they use kernels that were fetched, or built before or while TIDE
+was attached.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from importlib.util import module_from_spec, spec_from_file_location
@@ -24,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch._ops import OpOverload
 
 from ...common.errors import first_line
@@ -77,6 +79,16 @@ def build_kernels(dtype: torch.dtype) -> bool:
             if dtype not in _loaded and not _load_kept(dtype):
                 _loaded[dtype] = _build(dtype)
     return _loaded[dtype] is not None
+
+
+def obstacle_to_build(dtype: torch.dtype) -> str | None:
+    """The reason why kernels for a dtype of `DTYPES` cannot be built, or not kept; `None` if nothing is known."""
+    try:
+        stage_module().check_cpu()
+        folder = built_folder(dtype)
+    except UNBUILDABLE as error:
+        return first_line(error)
+    return None if _can_keep(folder) else f"builds cannot be kept in {folder}"
 
 
 def fetch_kernels(repo: str, revision: str | None) -> str | None:
@@ -218,6 +230,13 @@ def _built(dtype: torch.dtype) -> Path:
 
     if not _can_keep(folder):
         return build_in(_elsewhere())
+    with FileLock(f"{folder}.lock"):  # processes that start together wait for one build
+        found = next(filter(_is_intact, folder.glob("torch-*")), None)
+        return _move_into(folder, build_in) if found is None else found
+
+
+def _move_into(folder: Path, build_in: Callable[[Path], Path]) -> Path:
+    """Have a variant built beside its place, and move it there once it is whole; return where it is."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as unfinished:
         variant = build_in(Path(unfinished))
         for file in variant.iterdir():
@@ -226,7 +245,7 @@ def _built(dtype: torch.dtype) -> Path:
         kept = folder / variant.name
         try:
             os.rename(variant, kept)
-        except OSError:  # another process was faster, or something that was refused is in the way
+        except OSError:  # a process was faster that sees no locks of this one, or something refused is in the way
             if not _is_intact(kept):
                 return Path(shutil.move(variant, _elsewhere()))
         return kept
