@@ -18,16 +18,17 @@ from .common.errors import TIDEError, UnsupportedModelError, UnsupportedOptionEr
 from .common.stats import ExitStats
 from .common.token_ids import truncate_at_eos
 from .common.token_sources import sources_of_depths
-from .depth.early_exit import ExitRun, PostHocRun, PropagateRun, RecomputeRun
+from .depth.early_exit import ExitOptions, ExitRun, PostHocRun, PropagateRun, RecomputeRun
 from .depth.gates import active, active_run
 from .depth.kv_cache import fill_for, find_cache
+from .engines.static_exits import StepsHeldError
 from .engines.warm_up import checked_rows, prepare_eager, warm_up
 from .routers.config import check_exit_threshold, check_min_layers
 from .speculation.acceptance import AcceptanceRule
 from .speculation.attachment import Attachment, DrafterFactory
 from .speculation.call import Call, check_call
 from .speculation.engine import Engine
-from .speculation.exits import ExitDrafter, ExitRule
+from .speculation.exits import ExitDrafter, ExitRule, NoDrafter
 from .speculation.loop import SpeculativeDecoder
 from .speculation.ranks import ranks_of
 
@@ -94,9 +95,6 @@ class TIDEGenerationMixin:
         for name in ("tokenizer", "assistant_tokenizer"):  # already passed to the stopping criteria
             model_kwargs.pop(name, None)
         leave_uncompiled(generation_config)
-        if mode != "self_speculative" and not exits_with_head and engine != EAGER:
-            attachment.engines[engine].log_eager(f"tide_mode={mode!r} with exit layers has no steps of fixed shape")
-            engine = EAGER
         warm_up_seconds = attachment.engines[engine].warm_up_seconds
         if mode == "self_speculative":
             result, stats = self._tide_speculate(call, engine, make_drafter or attachment.make_drafter)
@@ -135,15 +133,57 @@ class TIDEGenerationMixin:
         return result, decoder.stats
 
     def _tide_exit(self, call: Call, mode: str, engine_name: str) -> tuple[Any, ExitStats]:
-        """Decode in `early_exit` or `post_hoc`, by transformers' own loop while an `ExitRun` is active."""
+        """Decode in `early_exit` or `post_hoc` with exit layers: on steps where they run, else layer by layer."""
         attachment = self._tide
         if mode == "early_exit":
             check_no_cross_attention(f"tide_mode={mode!r}", call.model_kwargs)
-        run = _exit_run(attachment, mode, call, self.config.get_text_config())
-        with attachment.running(engine_name, call.max_new_tokens), active(run):
+        options = _exit_options(attachment, mode, call)
+        if engine_name != EAGER:
+            reason = decoder = self._tide_decoder_of_exits(call, mode, engine_name, options)
+            try:
+                if isinstance(decoder, SpeculativeDecoder):
+                    with attachment.running(engine_name, call.max_new_tokens):
+                        result = decoder.decode(lambda _: NoDrafter())
+                    stats = decoder.stats
+                    stats.rounds, stats.sources = 0, sources_of_depths(stats.per_token, stats.num_layers)
+                    return result, stats
+            except StepsHeldError:
+                reason = "another call holds the steps"
+            attachment.engines[engine_name].log_eager(str(reason))
+        return self._tide_exit_eagerly(call, mode, options)
+
+    def _tide_decoder_of_exits(
+        self, call: Call, mode: str, engine_name: str, options: ExitOptions
+    ) -> SpeculativeDecoder | str:
+        """The decoder of one call whose tokens exit at exit layers, on steps; or the reason why there is none."""
+        attachment, cache = self._tide, call.model_kwargs.get(CACHE)
+        num_fed = call.prompt_length - (int(cache.get_seq_length()) if isinstance(cache, Cache) else 0)
+        reasons = {
+            "post_hoc runs all layers": mode == "post_hoc",
+            "tokens may exit in the prompt": options.exits_in_prompt or num_fed <= 1,
+        }
+        try:
+            check_call(self, call, mode)
+        except (UnsupportedModelError, UnsupportedOptionError) as error:
+            reasons[error.problem] = True
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason is not None:
+            return reason
+        engine = attachment.engines[engine_name].exit_engine(self, attachment, call, options)
+        if isinstance(engine, str):
+            return engine
+        decoder = _decoder_of(self, call, mode, engine, AcceptanceRule(*_rule_arguments(self, call)))
+        goes_on = decoder.drops_stopped or decoder.rule.stopping.by_length or len(decoder.rows) == 1
+        return decoder if goes_on else "rows that have ended stay in the batch, and add no tokens"
+
+    def _tide_exit_eagerly(self, call: Call, mode: str, options: ExitOptions) -> tuple[Any, ExitStats]:
+        """Decode by transformers' own loop while an `ExitRun` is active."""
+        attachment = self._tide
+        run = _exit_run(attachment, mode, call, options, self.config.get_text_config())
+        with attachment.running(EAGER, call.max_new_tokens), active(run):
             result = self._tide_run_exits(run, call)
         per_token = _depths(run.per_pass, result, call)
-        stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token, engine=engine_name)
+        stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token)
         stats.sources = sources_of_depths(per_token, run.num_layers)
         stats.mlp_tokens_skipped = run.mlp_tokens_skipped
         return result, stats
@@ -183,8 +223,8 @@ class TIDEGenerationMixin:
     ) -> float:
         """Compile what an engine runs, and on a GPU capture its steps, so that later calls need not wait.
 
-        `"eager"` has no steps to compile, but on a CPU it is faster with kernels that this method compiles once on each
-        machine, and with weights in the layout that those read the fastest, which later calls then need not convert.
+        `"eager"` has no steps to compile. On a CPU, kernels are built that were neither fetched nor built while TIDE
+        was attached, and weights are converted to what these read the fastest, which later calls then need not do.
         Calls that exceed `max_length`, or draft with other exit heads, compile further steps.
 
         Args:
@@ -286,20 +326,20 @@ def _head_threshold(attachment: Attachment, call: Call) -> float:
     return attachment.threshold_of("early_exit") if threshold is None else check_exit_threshold(threshold)
 
 
-def _exit_run(attachment: Attachment, mode: str, call: Call, text_config: Any) -> ExitRun:
-    """Make the run of one `early_exit` or `post_hoc` call, with the options of this call."""
+def _exit_options(attachment: Attachment, mode: str, call: Call) -> ExitOptions:
+    """How the tokens of one `early_exit` or `post_hoc` call exit at exit layers."""
     routers = attachment.require_routers(f"tide_mode={mode!r}")
-    config, kwargs = call.generation_config, call.model_kwargs
+    config, strategy = call.generation_config, routers.config.kv_cache_strategy
     threshold, criterion, min_layers, in_prompt = (getattr(config, name, None) for name in OPTIONS_OF_EXITS)
-    options: dict[str, Any] = {
-        "exit_threshold": attachment.threshold_of(mode) if threshold is None else check_exit_threshold(threshold),
-        "exit_criterion": check_choice("exit_criterion", criterion or "router", EXIT_CRITERIA),
-        "min_layers": 0 if min_layers is None else check_min_layers(min_layers),
-    }
+    options = ExitOptions(
+        routers,
+        strategy,
+        attachment.threshold_of(mode) if threshold is None else check_exit_threshold(threshold),
+        check_choice("exit_criterion", criterion or "router", EXIT_CRITERIA),
+        0 if min_layers is None else check_min_layers(min_layers),
+        bool(in_prompt),
+    )
     routers.check_exit_layers(f"tide_mode={mode!r}")
-    cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
-    common = (attachment.structure, cache, routers, attachment.unembed)
-    strategy = routers.config.kv_cache_strategy
     if in_prompt and (mode == "post_hoc" or strategy != "propagate"):
         raise UnsupportedOptionError(
             "prompt tokens cannot exit early here",
@@ -308,14 +348,21 @@ def _exit_run(attachment: Attachment, mode: str, call: Call, text_config: Any) -
             "a prompt token skips change the K/V of the deeper ones",
             do="Set routers.config.kv_cache_strategy = 'propagate', or leave exits_in_prompt out.",
         )
+    return options
+
+
+def _exit_run(attachment: Attachment, mode: str, call: Call, options: ExitOptions, text_config: Any) -> ExitRun:
+    """Make the run of one `early_exit` or `post_hoc` call, with the options of this call."""
+    kwargs, strategy = call.model_kwargs, options.strategy
+    cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+    common = (attachment.structure, cache, attachment.unembed, options)
     if mode == "post_hoc" and kwargs.get("use_cache", True):
-        return PostHocRun(*common, **options)
+        return PostHocRun(*common)
     user = f"tide_mode={mode!r} with kv_cache_strategy={strategy!r}"
     find_cache(kwargs, user, static="none" if strategy == "recompute" else "any")
     if strategy == "recompute":
-        return RecomputeRun(*common, **options)
-    fill = fill_for(strategy, text_config)
-    return PropagateRun(*common, **options, fill=fill, exits_in_prompt=bool(in_prompt))
+        return RecomputeRun(*common)
+    return PropagateRun(*common, fill=fill_for(strategy, text_config))
 
 
 def _new_tokens(result: Any, call: Call) -> Tensor:

@@ -229,14 +229,14 @@ def exits_at(bench: Bench, depth: float, strategy: str = "recompute") -> dict[st
     layer = round(depth * bench.num_layers)
     leaves = layer < bench.num_layers
     routers = _fresh_routers(bench, [layer if leaves else bench.num_layers // 2], strategy)
-    bench.attach(routers, mode="early_exit", exit_threshold=0.0 if leaves else NEVER_EXIT)
+    bench.attach(routers, mode="early_exit", engine="compiled", exit_threshold=0.0 if leaves else NEVER_EXIT)
     found = _without_bytes(bench.per_token(exact=False, exit_criterion="fixed" if leaves else "router"))
     return found | {"exit_layer": layer, "layers_executed": bench.model.last_exit_stats.layers_executed}
 
 
 def never_exits(bench: Bench) -> dict[str, Any]:
     layers = list(range(ROUTER_INTERVAL, bench.num_layers, ROUTER_INTERVAL)) or [1]
-    bench.attach(_fresh_routers(bench, layers), mode="early_exit", exit_threshold=NEVER_EXIT)
+    bench.attach(_fresh_routers(bench, layers), mode="early_exit", engine="compiled", exit_threshold=NEVER_EXIT)
     return bench.per_token() | {"exit_layers": layers}
 
 

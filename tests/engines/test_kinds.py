@@ -91,12 +91,12 @@ def test_calls_under_autocast_neither_prepare_nor_run_steps(tiny_llama):
         assert (steps.replays > before) == (not cast)
 
 
-def test_modes_that_decide_layer_by_layer_run_eagerly(tiny_llama, caplog):
+def test_a_mode_that_runs_all_layers_runs_eagerly(tiny_llama, caplog):
     model = tiny_llama()
-    steps = attach_captured(model, linear_heads(model), mode="early_exit", exit_threshold=0.0)
+    steps = attach_captured(model, linear_heads(model), mode="post_hoc", exit_threshold=0.0)
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
         tokens = model.generate(**prompts(), **OPTIONS)
-    assert "tide_mode='early_exit' with exit layers has no steps of fixed shape" in caplog.text
+    assert "engine='compiled' runs eagerly: post_hoc runs all layers" in caplog.text
     assert torch.equal(tokens, model.generate(**prompts(), **OPTIONS, tide_engine="eager"))
     assert steps.replays == 0
     assert model.last_exit_stats.engine == "eager"

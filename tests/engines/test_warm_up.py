@@ -58,6 +58,18 @@ def test_exits_with_the_head_prepare_no_steps_after_it(tiny_llama):
     assert steps.warm_up.num_prepared == before
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_exits_at_exit_layers_prepare_hardly_a_step_after_it(tiny_llama, rows):
+    model = tiny_llama()
+    steps = attach_compiled(model, linear_heads(model), mode="early_exit")
+    model.tide_warm_up(rows, max_length=200)
+    before = steps.warm_up.num_prepared
+    for exit_threshold in (0.0, 1.0):
+        model.generate(**prompts(rows), **OPTIONS, exit_threshold=exit_threshold)
+        assert model.last_exit_stats.engine == "compiled"
+    assert steps.warm_up.num_prepared == before
+
+
 @pytest.mark.parametrize(
     ("lengths", "passes"), [((30,), 1), ((200,), 1), ((100, 99, 20, 20, 50), 3), ((100, 99, 98, 97, 96), 1)]
 )

@@ -85,7 +85,8 @@ def test_what_the_pages_say_beside_other_engines_was_measured():
     speeds = {name.removeprefix("| "): speed for name, speed, _ in rows}
     default = speeds["with tide_hf, without a C++ compiler"]
     compiled = speeds['with tide_hf, `engine="compiled"`, all drafts']
-    said = f'the default without kernels gives {default} and `"compiled"`\n{compiled}, where OpenVINO gives {speeds["OpenVINO GenAI"]} '
+    said = f'the default without kernels gives {default} and\n`"compiled"` {compiled}, '
+    said += f"where OpenVINO gives {speeds['OpenVINO GenAI']} "
     assert said in report.README.read_text(encoding="utf-8")
     measuring = report.PAGES[1].read_text(encoding="utf-8")
     slow = [

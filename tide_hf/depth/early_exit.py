@@ -24,32 +24,49 @@ from .gates import LayerGate, LayerRun, input_state, on_device
 from .kv_cache import crop, crop_layers, cut_back, fill_skipped, start_recording, stop_recording
 
 
+@dataclass(frozen=True)
+class ExitOptions:
+    """How the tokens of one call exit; see [`ExitRun`]. `strategy` is that for the K/V of skipped layers."""
+
+    routers: TIDERouters
+    strategy: str
+    exit_threshold: float
+    exit_criterion: str = "router"
+    min_layers: int = 0
+    exits_in_prompt: bool = False
+
+    @property
+    def exit_layers(self) -> tuple[int, ...]:
+        """Where tokens may exit, in ascending order."""
+        return tuple(sorted(layer for layer in self.routers.exit_layers if layer >= self.min_layers))
+
+    @property
+    def may_exit(self) -> bool:
+        """Whether any score reaches the threshold."""
+        return self.exit_criterion == "fixed" or self.exit_threshold <= 1
+
+
 class ExitRun(LayerRun):
     """Base class of runs in which a token exits at the first exit layer where its score reaches the threshold.
 
-    Tokens may exit in decode passes, of one token per row; prompt tokens only if `exits_in_prompt`.
+    Tokens may exit in decode passes, of one token per row; prompt tokens only if `exits_in_prompt` (`PropagateRun`).
 
     A token exits if `score >= exit_threshold`, after at least `min_layers` layers. `exit_criterion` names the score:
     `"router"` (the router's score), `"confidence"` (the exit head's largest probability, as in CALM, arXiv
     2207.07061) or `"fixed"` (every token exits at the first exit layer).
     """
 
-    exits_in_prompt = False
-
     def __init__(
         self,
         structure: DecoderStructure,
         cache: Any,
-        routers: TIDERouters,
         unembed: Unembed,
-        exit_threshold: float,
-        exit_criterion: str = "router",
-        min_layers: int = 0,
+        options: ExitOptions,
     ) -> None:
         super().__init__(structure, cache)
-        self.routers, self.unembed, self.ops = routers, unembed, unembed.ops
-        self.exit_threshold, self.exit_criterion = exit_threshold, exit_criterion
-        self.exit_layers = frozenset(layer for layer in routers.exit_layers if layer >= min_layers)
+        self.options, self.routers, self.unembed, self.ops = options, options.routers, unembed, unembed.ops
+        self.exit_layers = frozenset(options.exit_layers)
+        self.exits_in_prompt = options.exits_in_prompt
         # (rows, length) exit layer of each token in the current pass; `num_layers` for tokens that have not exited.
         self.exit_layers_of_pass = torch.empty(0, 0, dtype=torch.long)
         self.may_exit, self.num_exited = False, 0  # in the current pass
@@ -69,7 +86,7 @@ class ExitRun(LayerRun):
         """Score the tokens at `exit_layer`; return the mask of tokens that exit there, or `None` if no token does."""
         exits = self.exit_layers_of_pass.to(hidden_states.device)
         scores = self.score(on_device(self.routers[exit_layer], hidden_states), hidden_states)
-        exit_mask = (scores >= self.exit_threshold) & (exits == self.num_layers)
+        exit_mask = (scores >= self.options.exit_threshold) & (exits == self.num_layers)
         count = int(exit_mask.sum())
         if count == 0:
             return None
@@ -84,11 +101,7 @@ class ExitRun(LayerRun):
 
     def score(self, exit_point: ExitPoint, hidden_states: Tensor) -> Tensor:
         """(..., D) hidden states -> (...) exit scores in float32."""
-        if self.exit_criterion == "fixed":
-            return torch.full(hidden_states.shape[:-1], float("inf"), device=hidden_states.device)
-        if self.exit_criterion == "confidence":
-            return self.unembed(exit_point.head(hidden_states)).float().softmax(dim=-1).amax(dim=-1)
-        return self.unembed.route(exit_point.router, hidden_states)
+        return exit_scores(self.options.exit_criterion, self.unembed, exit_point, hidden_states)
 
     def end_pass(self) -> None:
         """Record the exit layer of each row's last token."""
@@ -99,18 +112,24 @@ class ExitRun(LayerRun):
         return (self.exit_layers_of_pass < self.num_layers).to(state.device)[..., None]
 
 
+def exit_scores(criterion: str, unembed: Unembed, exit_point: ExitPoint, hidden_states: Tensor) -> Tensor:
+    """(..., D) hidden states at an exit layer -> (...) exit scores in float32, by a criterion (see [`ExitRun`])."""
+    if criterion == "fixed":
+        return torch.full(hidden_states.shape[:-1], float("inf"), device=hidden_states.device)
+    if criterion == "confidence":
+        return unembed(exit_point.head(hidden_states)).float().softmax(dim=-1).amax(dim=-1)
+    return unembed.route(exit_point.router, hidden_states)
+
+
 class PropagateRun(ExitRun):
     """Freezes hidden states of exited tokens. For a layer that all tokens skip, `fill` writes the K/V (see `fill_for`).
 
     With `exits_in_prompt`, prompt tokens may exit as well. K/V in deeper layers come from the frozen states.
     """
 
-    def __init__(
-        self, *args: Any, fill: Callable[..., None] = fill_skipped, exits_in_prompt: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, fill: Callable[..., None] = fill_skipped) -> None:
+        super().__init__(*args)
         self.fill = fill
-        self.exits_in_prompt = exits_in_prompt
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute, freeze or skip one layer."""

@@ -199,7 +199,7 @@ class LayerRun:
 
 
 class _DepthReached(BaseException):
-    """Ends a forward pass at the first layer that is not needed; holds the hidden states that it would read."""
+    """Ends a forward pass after the last layer that is needed; holds the hidden states there."""
 
     def __init__(self, hidden_states: Tensor) -> None:
         super().__init__()
@@ -219,13 +219,63 @@ class FixedDepthRun(LayerRun):
             raise _DepthReached(input_state(args, kwargs))
         return self.execute(gate, args, kwargs)
 
-    def state_after(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Run the model by `forward` up to the exit layer; return the last token's hidden states there, (rows, D)."""
+    def states_after(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Run the model by `forward` up to the exit layer; return the hidden states there, (rows, width, D)."""
         try:
             forward(*args, **kwargs)
         except _DepthReached as reached:
-            return reached.hidden_states[:, -1]
+            return reached.hidden_states
         raise AssertionError("the model ended a pass before the exit layer")  # a bug in tide_hf, not a user error
+
+
+class SegmentRun(FixedDepthRun):
+    """A run whose passes execute the layers after the first `begin` alone, up to `exit_layer`, from given states.
+
+    Args, besides those of `FixedDepthRun`:
+        begin: Number of layers that the tokens have executed before.
+        states: Their hidden states there, (rows, width, D); not read if `begin` is 0.
+        frozen: (rows, 1, 1) mask of the rows whose states no layer changes.
+        finish: Maps the states after the model's last layer to what the final norm reads.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        begin: int,
+        states: Tensor | None,
+        frozen: Tensor | None = None,
+        finish: Callable[[Tensor], Tensor] = lambda state: state,
+    ) -> None:
+        super().__init__(*args)
+        self.begin, self.states, self.frozen, self.finish = begin, states, frozen, finish
+
+    def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute the layers of the segment, then end the pass, except after the model's last layer."""
+        given, executed = input_state(args, kwargs), gate.layer_idx + 1
+        if executed <= self.begin:
+            return gate.with_state(None, self.states if executed == self.begin and self.states is not None else given)
+        output = super().run_layer(gate, args, kwargs)
+        state = gate.state_of(output)
+        if self.frozen is not None:
+            state = torch.where(self.frozen, given, state)
+        return gate.with_state(output, self.finish(state) if executed == self.num_layers else state)
+
+
+class FillRun(SegmentRun):
+    """A run whose passes fill the K/V of all layers after the first `begin` from given states, by `fill` for each."""
+
+    def __init__(self, *args: Any, fill: Callable[..., Tensor], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fill = fill
+
+    def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Fill the K/V of a layer, and end the pass after the last one."""
+        if gate.layer_idx < self.begin:
+            return super().run_layer(gate, args, kwargs)
+        state = self.fill(gate, args, kwargs)
+        if gate.layer_idx == self.num_layers - 1:
+            raise _DepthReached(state)
+        return gate.with_state(None, state)
 
 
 def input_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -26,6 +26,10 @@ from ..kernels.ops import PLAIN, Ops
 from ..kernels.reference import kv_compact
 
 
+class TracedCache:
+    """Base class of what replaces a cache while a layer is traced."""
+
+
 class _Stored(BaseException):
     """Raised by a storing view once the K/V are written."""
 
@@ -45,7 +49,7 @@ def _view_class(cache_class: Any) -> Any:
 
 def _storing_view(value: Any) -> Any:
     """A view of a cache, with shared contents, whose `update` ends the layer; other values are returned unchanged."""
-    if not isinstance(value, Cache):
+    if not isinstance(value, (Cache, TracedCache)):
         return value
     view = object.__new__(_view_class(type(value)))  # type: ignore[arg-type]
     view.__dict__ = value.__dict__

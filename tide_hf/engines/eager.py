@@ -34,6 +34,7 @@ class EagerEngine:
     Args, besides those of `EngineKind.engine`:
         name: Name of the requested engine, under which costs are recorded.
         fills_head_lazily: Whether, in a call with one row, the head's K/V are filled only when the head drafts.
+        drafts_with_head: Whether the draft head drafts.
     """
 
     reads_drafts = True
@@ -47,6 +48,7 @@ class EagerEngine:
         *,
         name: str = EAGER,
         fills_head_lazily: bool = True,
+        drafts_with_head: bool = True,
     ) -> None:
         self.model, self.attachment, self.name = model, attachment, name
         self.input_ids, self.config, self.model_kwargs = call.input_ids, call.generation_config, call.model_kwargs
@@ -54,7 +56,8 @@ class EagerEngine:
         text_config = model.config.get_text_config()
         self.ranks = ranks_of(model)
         # The head's K/V are in the call's cache, so the head does not draft if the model may replace that cache.
-        routers = None if may_replace_cache(text_config, self.input_ids.shape[1]) else attachment.routers
+        may_draft = drafts_with_head and not may_replace_cache(text_config, self.input_ids.shape[1])
+        routers = attachment.routers if may_draft else None
         add_layers(cache, text_config)
         is_lazy = fills_head_lazily and self.input_ids.shape[0] == 1
         self.head = head_run(structure, cache, routers, model.get_input_embeddings(), is_lazy=is_lazy)
@@ -192,7 +195,7 @@ class EagerEngine:
         run = FixedDepthRun(attachment.structure, cache, exit_layer)
         run.execute_layer = self.run.execute_layer
         with active(run):
-            state = run.state_after(self._forward, self._upload(inputs), start=len(self._fed))
+            state = run.states_after(self._forward, self._upload(inputs), start=len(self._fed))[:, -1]
         self._draft_layers += run.layers_executed
         if cache.offloading:  # it has prefetched the next layer, not the first
             order_prefetch(cache, self.input_ids.device)
@@ -232,6 +235,9 @@ class EagerEngine:
         """(rows, width, vocabulary) logits of the last pass."""
         assert self._logits is not None  # set by verify
         return self._logits
+
+    def depths(self) -> None:
+        """Return `None`: every token is chosen after all layers."""
 
     def inputs(self) -> Tensor:
         """(rows, width) tokens that the last pass read."""

@@ -13,12 +13,14 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from ..base_model.inputs import is_absent, names_of_prompt_inputs
 from ..base_model.structure import CACHE, has_windows
 from ..common.choices import EAGER
+from ..depth.early_exit import ExitOptions
 from ..speculation.attachment import Attachment
 from ..speculation.call import Call
 from ..speculation.engine import Engine, EngineKind
 from ..speculation.ranks import ranks_of
 from .eager import EagerEngine
 from .static import StaticEngine
+from .static_exits import StaticExitEngine
 from .steps.step_store import CapturedSteps, CompiledSteps, StepStore
 
 KNOWN_ARGUMENTS = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position"}
@@ -33,6 +35,10 @@ class EagerKind:
 
     warm_up_seconds = 0.0
     engine = EagerEngine
+
+    def exit_engine(self, *_: Any) -> str:
+        """The reason why calls of `early_exit` with exit layers do not run on this engine's passes."""
+        return "their layers run one by one"
 
     def showing_warm_up(self) -> AbstractContextManager[None]:
         """Show nothing."""
@@ -67,15 +73,26 @@ class CompiledKind:
 
     def engine(self, model: Any, attachment: Attachment, call: Call) -> Engine:
         """The engine of one call: static where the call can run on steps, else eager."""
-        steps = self.steps.get(model.device.type)
-        reason = f"there are no steps for {model.device.type!r}"
-        if steps is not None:
-            reason = steps.refused or why_eager(model, call.input_ids.shape[0], call.model_kwargs) or ""
-            if not reason:
-                eager = EagerEngine(model, attachment, call, name="compiled", fills_head_lazily=False)
-                return StaticEngine(eager, steps)
-        self.log_eager(reason)
+        steps = self._steps_for(model, call)
+        if isinstance(steps, StepStore):
+            return StaticEngine(EagerEngine(model, attachment, call, name="compiled", fills_head_lazily=False), steps)
+        self.log_eager(steps)
         return EagerEngine(model, attachment, call)
+
+    def exit_engine(self, model: Any, attachment: Attachment, call: Call, options: ExitOptions) -> Engine | str:
+        """The engine of one `early_exit` call with exit layers; or the reason why it cannot run on steps."""
+        steps = self._steps_for(model, call)
+        if not isinstance(steps, StepStore):
+            return steps
+        eager = EagerEngine(model, attachment, call, name="compiled", drafts_with_head=False)
+        return StaticExitEngine(eager, steps, options)
+
+    def _steps_for(self, model: Any, call: Call) -> StepStore | str:
+        """The steps that a call can run on; or the reason why it cannot."""
+        steps = self.steps.get(model.device.type)
+        if steps is None:
+            return f"there are no steps for {model.device.type!r}"
+        return steps.refused or why_eager(model, call.input_ids.shape[0], call.model_kwargs) or steps
 
     def log_eager(self, reason: str) -> None:
         """Log that a call runs eagerly; the first time for each reason, as a warning."""

@@ -76,6 +76,7 @@ class StaticEngine:
         self.eager, self.steps = eager, steps
         self.name, self.temperature = eager.name, eager.temperature
         self.widths, self.reads_drafts = steps.widths, steps.reads_drafts
+        self.kept_layers: tuple[int, ...] = ()  # exit layers whose states are kept, see `ExitSteps`
         self.last_tokens: list[int] = []  # each row's last token, the next pass's input
         self._has_steps = False
         self._buffers: StepBuffers | None = None
@@ -253,6 +254,10 @@ class StaticEngine:
         """(rows, width, vocabulary) logits of the last pass."""
         return self._logits[self._own]
 
+    def depths(self) -> list[int] | None:
+        """Return `None`: every token is chosen after all layers."""
+        return None
+
     def inputs(self) -> Tensor:
         """(rows, `WIDEST`) tokens that the last pass read, and padding."""
         return self.buffers.ids[self._own]
@@ -321,9 +326,9 @@ class StaticEngine:
             self._results = self._rows.gather(self.steps.read(self.buffers))
         return self._results
 
-    def _upload(self, ids: list[list[int]]) -> None:
-        """Upload the inputs of the round."""
-        if not self._slots.make_room(WIDEST):  # continue in buffers with more slots
+    def _upload(self, ids: list[list[int]], back: int = 0) -> None:
+        """Upload the inputs of the round, which begin `back` tokens before the next one."""
+        if not back and not self._slots.make_room(WIDEST):  # continue in buffers with more slots
             self._move_to(self.steps.buffers(**self._buffers_needed(self.buffers.cache, self._slots.length)))
         is_compacted = self._slots.num_compactions > self._compactions
         if self._slots.holes is not None or is_compacted:
@@ -331,7 +336,8 @@ class StaticEngine:
             self._compactions, self._masked = self._slots.num_compactions, self._slots.length
         spread, highest = self._rows.spread, self._check_positions()
         accepted = None if self._accepted is None else spread(self._accepted)
-        self.buffers.write(self._slots.length, spread(self._positions), highest, spread(ids), accepted)
+        positions = [[position - back for position in kinds] for kinds in self._positions] if back else self._positions
+        self.buffers.write(self._slots.length - back, spread(positions), highest, spread(ids), accepted)
 
     def _check_positions(self) -> int:
         """Raise if a row has reached a position that the model does not have; return the highest one of this round.
@@ -396,6 +402,7 @@ class StaticEngine:
             "has_head": self.eager.head is not None,
             "has_scores": self.reads_drafts,
             "is_causal": self._is_causal,
+            "exit_layers": self.kept_layers,
         }
 
     def _move_to(self, buffers: StepBuffers) -> None:

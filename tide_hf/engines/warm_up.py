@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from ..base_model.structure import rope_limits
@@ -21,6 +23,7 @@ from ..speculation.attachment import Attachment, head_priors
 from ..speculation.engine import UNREAD, Draft, DraftEngine
 from ..speculation.policy import FEWEST_PLAIN, Option, choose
 from ..speculation.rows import RowCriterion
+from .steps.exit_steps import WINDOW
 from .steps.step_buffers import WIDTHS
 
 # Bytes of weights. Smaller models read them from the CPU's caches, where kernels gain little.
@@ -121,6 +124,18 @@ class WarmUpRounds(RowCriterion):
         return self.engine is not None and not self.rounds
 
 
+class EndAfter(RowCriterion):
+    """Ends each row after a number of tokens, in a call that has room for more."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.remaining: defaultdict[int, int] = defaultdict(lambda: num_tokens)
+
+    def stops_row(self, index: int, token: int) -> bool:
+        """Whether the row has all of them."""
+        self.remaining[index] -= 1
+        return self.remaining[index] <= 0
+
+
 def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int], max_length: int) -> float:
     """Warm an engine up, as `TIDEGenerationMixin.tide_warm_up` describes; return the seconds that this took.
 
@@ -129,9 +144,10 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
     kind = attachment.engines[engine]
     before, stats = kind.warm_up_seconds, model.last_exit_stats
     most = _most_tokens(model.config.get_text_config(), max_length)
+    run = _run_exits if attachment.mode == "early_exit" and not attachment.exits_with_head else _run
     with kind.showing_warm_up():
         for number in numbers:
-            _run(model, attachment, engine, number, PROMPT_LENGTHS[0], most)
+            run(model, attachment, engine, number, PROMPT_LENGTHS[0], most)
         for length in PROMPT_LENGTHS:
             for number, padded in _kinds_of_prompts(numbers[0]) if length + ANSWER_LENGTH <= most else ():
                 _run(model, attachment, engine, number, length, length + 1, padded)
@@ -211,11 +227,7 @@ def _run(
 ) -> None:
     """Run one call on arbitrary tokens: prefill, then each step to be warmed up unless `max_length` leaves no room."""
     rounds, exits_with_head = WarmUpRounds(), attachment.mode == "early_exit" and attachment.exits_with_head
-    columns, row = (torch.arange(count, device=model.device) for count in (length, rows))
-    ids = (columns + row[:, None]) % attachment.structure.vocab_size  # rows differ, since prefill runs equal rows once
-    mask = torch.ones_like(ids)
-    if padded:  # padding needs other graphs
-        mask[1:, 0] = 0
+    ids, mask = _prompts(model, attachment, rows, length, padded)
     model.generate(
         ids,
         attention_mask=mask,
@@ -226,6 +238,31 @@ def _run(
         make_drafter=lambda _, __, engine: rounds.begin(engine, _layers_to_draft(attachment, engine), exits_with_head),
         **OPTIONS,
     )
+
+
+def _run_exits(model: Any, attachment: Attachment, engine: str, rows: int, length: int, max_length: int) -> None:
+    """Run calls of `early_exit` with exit layers: one in which tokens hardly exit, one in which all exit at once."""
+    ids, mask = _prompts(model, attachment, rows, length)
+    for exit_threshold in (1.0, 0.0):
+        model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=max(1, max_length - length),
+            stopping_criteria=[EndAfter(WINDOW + 1)],
+            tide_engine=engine,
+            exit_threshold=exit_threshold,
+            **{**OPTIONS, "tide_mode": "early_exit"},
+        )
+
+
+def _prompts(model: Any, attachment: Attachment, rows: int, length: int, padded: bool = False) -> tuple[Tensor, Tensor]:
+    """Arbitrary prompts and their mask. They differ, since prefill runs equal rows once; padding needs other graphs."""
+    columns, row = (torch.arange(count, device=model.device) for count in (length, rows))
+    ids = (columns + row[:, None]) % attachment.structure.vocab_size
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[1:, 0] = 0
+    return ids, mask
 
 
 def _layers_to_draft(attachment: Attachment, engine: DraftEngine) -> list[int]:

@@ -81,22 +81,22 @@ class AcceptanceRule:
         logits: Tensor | None,
         drafts: list[Draft],
         top_tokens: list[list[int]] | None,
-        depth: int,
+        depths: list[int],
     ) -> list[list[int]]:
         """Choose tokens for each row of `batch`, position by position, until a token differs from the row's draft.
 
-        A full-depth pass, of `depth` layers, gave `logits` (rows, width, vocabulary) if `needs_logits`, otherwise the
-        `top_tokens` at each position of each row; so did `on_device`, if there is one. Returns each row's new tokens:
-        accepted draft tokens and one more.
+        A pass, of `depths[i]` layers for `batch[i]`, gave `logits` (rows, width, vocabulary) if `needs_logits`, else
+        the `top_tokens` at each position of each row; so did `on_device`, if there is one. Returns each row's new
+        tokens: accepted draft tokens and one more.
         """
         before = [len(row.tokens) for row in batch]
         if self.together:
-            self._accept_together(logits, drafts, depth)
+            self._accept_together(logits, drafts, depths)
         else:
             for position, (row, draft) in enumerate(zip(batch, drafts, strict=True)):
                 chosen = top_tokens[position] if top_tokens is not None else None
                 own = logits[position] if logits is not None else None
-                self._accept_row(position, row, own, chosen, draft, depth)
+                self._accept_row(position, row, own, chosen, draft, depths[position])
         for row in batch:
             row.last = row.tokens[-1] if row.tokens else row.last
         new_tokens = [row.tokens[start:] for row, start in zip(batch, before, strict=True)]
@@ -141,12 +141,12 @@ class AcceptanceRule:
             if stops or not matched:
                 break
 
-    def _accept_together(self, logits: Any, drafts: list[Draft], depth: int) -> None:
+    def _accept_together(self, logits: Any, drafts: list[Draft], depths: list[int]) -> None:
         for position in range(min(logits.shape[1], self.room(self.rows[0]))):
             chosen = self.choose(self.rows, logits[:, position])
             matched = [
                 self._add(row, token, draft, position, depth) or self._may_differ(row)
-                for row, token, draft in zip(self.rows, chosen, drafts, strict=True)
+                for row, token, draft, depth in zip(self.rows, chosen, drafts, depths, strict=True)
             ]
             for row, stops in zip(self.rows, self.stopping.together(self.rows), strict=True):
                 if row.stopped_at is None and stops:

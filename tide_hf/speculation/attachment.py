@@ -88,7 +88,7 @@ class Attachment:
     @property
     def runs_on_steps(self) -> bool:
         """Whether calls in the attached mode run on the engine, and not layer by layer without it."""
-        return self.mode == "self_speculative" or (self.mode == "early_exit" and self.exits_with_head)
+        return self.mode != "post_hoc"
 
     def threshold_of(self, mode: str) -> float:
         """The exit threshold of calls in `mode` that set none."""

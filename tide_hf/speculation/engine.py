@@ -142,6 +142,9 @@ class Engine(DraftEngine, Protocol):
     def logits(self) -> Tensor:
         """(rows, width, vocabulary) logits of the last pass; those after a row's last draft token are arbitrary."""
 
+    def depths(self) -> list[int] | None:
+        """For each row, after how many layers its token of the last pass was chosen; `None`: after all layers."""
+
     def inputs(self) -> Tensor:
         """(rows, at least width) tokens that the last pass read: each row's last token, its draft, and padding."""
 
@@ -173,6 +176,9 @@ class EngineKind(Protocol):
 
     def engine(self, model: Any, attachment: Any, call: Call) -> Engine:
         """The engine of one call on an attached model."""
+
+    def exit_engine(self, model: Any, attachment: Any, call: Call, options: Any) -> Engine | str:
+        """The engine of one `early_exit` call with exit layers; or the reason why it runs layer by layer."""
 
     def log_eager(self, reason: str) -> None:
         """Log that a call for this engine runs eagerly; the first time for each reason, as a warning."""

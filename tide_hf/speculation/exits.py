@@ -59,14 +59,14 @@ class ExitRule(AcceptanceRule):
                 passed = self._passes(batch, logits)
                 exits = all(one for one, goes in zip(passed, going, strict=True) if goes)
             if exits:
-                super().accept(batch, logits[:, None], [Draft() for _ in batch], None, 0)
+                super().accept(batch, logits[:, None], [Draft() for _ in batch], None, [0] * len(batch))
             return [exits] * len(batch)
         exits_of = []
         for index, (row, may) in enumerate(zip(batch, may_exit, strict=True)):
             own = logits[index : index + 1]
             exits_of.append(may and self._passes([row], own)[0])
             if exits_of[-1]:
-                super().accept([row], own[:, None], [Draft()], None, 0)
+                super().accept([row], own[:, None], [Draft()], None, [0])
         return exits_of
 
     def accept(
@@ -75,7 +75,7 @@ class ExitRule(AcceptanceRule):
         logits: Tensor | None,
         drafts: list[Draft],
         top_tokens: list[list[int]] | None,
-        depth: int,
+        depths: list[int],
     ) -> list[list[int]]:
         """Choose each row's token after its exits, which `exit` has added; return the exits and this token."""
         if self.together and all(row.stopped_at is not None for row in self.rows):
@@ -85,7 +85,7 @@ class ExitRule(AcceptanceRule):
             logits = torch.stack([row[position : position + 1] for row, position in zip(logits, after, strict=True)])
         if top_tokens is not None:
             top_tokens = [[row[position]] for row, position in zip(top_tokens, after, strict=True)]
-        new_tokens = super().accept(batch, logits, [Draft() for _ in batch], top_tokens, depth)
+        new_tokens = super().accept(batch, logits, [Draft() for _ in batch], top_tokens, depths)
         return [[*draft.tokens, *tokens] for draft, tokens in zip(drafts, new_tokens, strict=True)]
 
     def _passes(self, rows: list[Row], logits: Tensor) -> list[bool]:
@@ -139,3 +139,14 @@ class ExitDrafter:
             # The head runs on all rows; what it reads in those that have ended their exits is rolled back unread.
             drafted = [[*before, row.last] for before, row in zip(drafted, batch, strict=True)]
         self.engine.rollback()
+
+
+class NoDrafter:
+    """Drafts nothing: for passes of which each gives one token."""
+
+    def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
+        """Draft nothing."""
+        return [Draft() for _ in rows]
+
+    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
+        """Learn nothing."""

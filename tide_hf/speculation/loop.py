@@ -64,7 +64,8 @@ class SpeculativeDecoder:
             top_tokens = self.rule.on_device.choose(self.batch, logits, None).tolist()
         elif not self.rule.needs_logits:
             top_tokens = greedy_tokens(logits).tolist()
-        first = self.rule.accept(self.batch, logits, [Draft() for _ in self.batch], top_tokens, self.stats.num_layers)
+        depths = [self.stats.num_layers] * len(self.batch)
+        first = self.rule.accept(self.batch, logits, [Draft() for _ in self.batch], top_tokens, depths)
         self.engine.begin([row.last for row in self.batch])
         self._drop_stopped()
         return first
@@ -76,7 +77,8 @@ class SpeculativeDecoder:
         logits, top_tokens = self._verified(1 + max(len(draft.tokens) for draft in drafts))
         for draft, read in zip(drafts, engine.drafted() or [], strict=False):
             draft.tokens = [new if token == UNREAD else token for token, new in zip(draft.tokens, read, strict=True)]
-        new_tokens = rule.accept(batch, logits, drafts, top_tokens, self.stats.num_layers)
+        depths = engine.depths() or [self.stats.num_layers] * len(batch)
+        new_tokens = rule.accept(batch, logits, drafts, top_tokens, depths)
         engine.commit(new_tokens)
         self._learn(drafter, drafts, new_tokens)
         self._drop_stopped()

@@ -130,6 +130,11 @@ class Stopping:
         """Whether all criteria are known to look at each row by itself."""
         return all(type(criterion) in BY_ROW for criterion in self.others)
 
+    @property
+    def by_length(self) -> bool:
+        """Whether only their length ends rows, so that all of them end at once."""
+        return not (self.eos_tokens or self.row_criteria or self.others)
+
     def __call__(self, row: Row) -> bool:
         """Whether `row` stops after its latest token."""
         return self.together([row])[0]

@@ -24,6 +24,7 @@ from ...depth.gates import FixedDepthRun, LayerRun, active
 from ...depth.head_drafting import HeadRun, HeadState
 from ...routers.routers import TIDERouters
 from ..gqa_attention import attend_static, filled_up_to
+from .exit_steps import ExitSteps
 from .static_cache import fill, first_rows, static_cache, take_rows
 
 WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; passes of other widths are padded to the next larger width
@@ -44,6 +45,7 @@ class ModelParts:
     routers: TIDERouters | None
     fused_layers: FusedLayers | None = None
     execute_layer: Any = None  # see `LayerRun`
+    fill_layer: Any = None  # fills a layer's K/V from its input, and returns the input; `None`: `kv_cache.fill_skipped`
 
     @property
     def head_size(self) -> int:
@@ -64,6 +66,7 @@ class StepBuffers:
             positions; `None` if the model takes no positions.
         has_head: Whether the draft head drafts; its K/V are then the last layer of the cache.
         has_scores: Whether the exit score of each draft token is computed.
+        exit_layers: Those at which tokens may exit in `early_exit`; none in other modes.
         is_causal: Whether masks hide no more than unfilled slots and later tokens: of one row, without padding.
         shared: A static cache of as many slots and more rows, whose first rows are used instead of new memory.
     """
@@ -77,6 +80,7 @@ class StepBuffers:
         position_shape: tuple[int, ...] | None,
         has_head: bool,
         has_scores: bool = False,
+        exit_layers: tuple[int, ...] = (),
         is_causal: bool = False,
         shared: Cache | None = None,
     ) -> None:
@@ -105,6 +109,7 @@ class StepBuffers:
         self.positions = positions.view(*leading, rows)
         self.ids = ids.view(rows, WIDEST)
         self.head: HeadRun | None = self._head_run() if has_head else None
+        self.exits = ExitSteps(self, exit_layers) if exit_layers else None
 
     def _head_run(self) -> HeadRun | None:
         parts, routers = self.parts, self.parts.routers
@@ -179,7 +184,8 @@ class StepBuffers:
 
     def state(self) -> list[Tensor]:
         """The tensors that a trial run of a step changes and that have to be restored."""
-        return [self._device_inputs, *([self.draft_hidden_state] if self.head is not None else [])]
+        changed = [self._device_inputs, *([self.draft_hidden_state] if self.head is not None else [])]
+        return changed if self.exits is None else [*changed, self.exits.exit_layers, self.exits.exited_state]
 
     def verify(self, width: int) -> tuple[int, Tensor]:
         """Run a full-depth pass over the first `width` tokens of each row; return layers executed and logits."""
@@ -189,7 +195,7 @@ class StepBuffers:
         if self.head is not None:
             self.head.prev_hidden_state = self.prev_hidden_state
         with active(run):
-            logits = self._forward(self.ids[:, :width], self.start[0]).logits
+            logits = self.forward(self.ids[:, :width], self.start[0]).logits
         self._results[:, :width] = greedy_tokens(logits)
         self._results[:, WIDEST:] = self.ids
         if self.head is not None:
@@ -239,7 +245,7 @@ class StepBuffers:
         run.execute_layer = self.parts.execute_layer
         ids = self.ids.index_select(1, self.fed)
         with active(run):
-            state = run.state_after(self._forward, ids, self.start[0] + self.fed[0], self.fed)
+            state = run.states_after(self.forward, ids, self.start[0] + self.fed[0], self.fed)[:, -1]
         routers: Any = self.parts.routers
         point = routers[exit_layer]
         top = self.parts.draft_unembed(point.head(state))
@@ -255,7 +261,8 @@ class StepBuffers:
         """Wait for the last draft step; return each row's token and its exit score."""
         return self.ids[:, int(self.fed)].tolist(), self.scores.tolist()  # type: ignore[union-attr]
 
-    def _forward(self, ids: Tensor, start: Tensor, fed: Tensor | int = 0) -> Any:
+    def forward(self, ids: Tensor, start: Tensor, fed: Tensor | int = 0) -> Any:
+        """Run the model over (rows, width) tokens from slot `start` on, `fed` tokens after the first one."""
         width = ids.shape[1]
         self.cache.layers[0].position.move_to(start, width)
         inputs = {"input_ids": ids, "attention_mask": self.mask, CACHE: self.cache, "use_cache": True}

@@ -68,7 +68,7 @@ class StepStore:
     def release(self) -> None:
         """Free buffers and graphs."""
         self._buffers: OrderedDict[tuple, StepBuffers] = OrderedDict()
-        self._steps: OrderedDict[tuple[StepBuffers, str, int], Step] = OrderedDict()
+        self._steps: OrderedDict[tuple[StepBuffers, str, Any], Step] = OrderedDict()
         self._fingerprint: tuple = ()
         self._parts: ModelParts | None = None
         self.refused: str | None = None  # why the model's steps cannot be prepared
@@ -86,7 +86,7 @@ class StepStore:
             found = found if self._parts is None else parts()
             self.release()
             if self.compiler is not None:
-                found = replace(found, execute_layer=self.compiler.run)
+                found = replace(found, execute_layer=self.compiler.run, fill_layer=self.compiler.fill)
             self._parts, self._fingerprint = found, fingerprint
 
     def buffers(self, like: Cache, rows: int, slots: int, **kinds: Any) -> StepBuffers:
@@ -143,11 +143,14 @@ class StepStore:
                 return self._buffers[key]
         return None
 
-    def _steps_of(self, buffers: StepBuffers) -> set[tuple[str, int]]:
+    def _steps_of(self, buffers: StepBuffers) -> set[tuple[str, Any]]:
         return {(kind, size) for found, kind, size in self._steps if found is buffers}
 
-    def run(self, buffers: StepBuffers, kind: str, size: int) -> Step:
-        """Run a step, `("verify", width)`, `("draft", exit_layer)` or `("draft_logits", 0)`, prepared at first use."""
+    def run(self, buffers: StepBuffers, kind: str, size: Any) -> Step:
+        """Run a step, prepared at first use.
+
+        That is `("verify", width)`, `("draft", exit_layer)` or `("draft_logits", 0)`, or one of [`ExitSteps`].
+        """
         key = (buffers, kind, size)
         if key not in self._steps:
             while len(self._steps) >= MAX_GRAPHS:
@@ -164,17 +167,17 @@ class StepStore:
         self.reads += 1
         return buffers.read()
 
-    def _prepare(self, buffers: StepBuffers, kind: str, size: int) -> Step:
+    def _prepare(self, buffers: StepBuffers, kind: str, size: Any) -> Step:
         step = Step()
-        method: Any = getattr(buffers, kind)
+        method: Any = getattr(buffers, kind, None) or getattr(buffers.exits, kind)
+        width = {"verify": size, "segment": getattr(size, "width", 1)}.get(kind, 1)
 
         def function() -> Any:
             step.num_layers, logits = method(size)
             return logits
 
         start, before = perf_counter(), reserved_bytes(buffers.device)
-        tokens = buffers.rows * (size if kind == "verify" else 1)
-        step.replay = replay = self._replay_of(function, buffers, kind, tokens)
+        step.replay = replay = self._replay_of(function, buffers, kind, buffers.rows * width)
         name = type(buffers.parts.model).__name__
         if replay.may_do_later:
             logger.warning("%s runs some steps without %s: %s", name, self.kind, replay.refused)
@@ -183,7 +186,7 @@ class StepStore:
             logger.warning("%s runs without %s: %s", name, self.kind, self.refused)
         seconds, used = perf_counter() - start, reserved_bytes(buffers.device) - before
         self.warm_up.add(1, seconds, used)
-        where = f"{kind} step, {'width' if kind == 'verify' else 'depth'} {size}, {buffers.rows} x {buffers.capacity}"
+        where = f"{kind} step, {size}, {buffers.rows} x {buffers.capacity}"
         logger.info("step %d (%s slots): %.2f s, %.0f MB", self.warm_up.num_prepared, where, seconds, used / 1e6)
         return step
 
@@ -226,7 +229,7 @@ class CompiledSteps(StepStore):
         if not self._converted:  # checked before the first step only, whose weight copies then take memory
             graphs.has_room = all(gate.may_copy for gate in gates) and copies_fit(gate.module for gate in gates)
         layouts = DRAFT_LAYOUTS if kind == "draft" and graphs.has_room else KERNEL_LAYOUTS
-        may_fuse = kind == "verify" and parts.fused_layers is not None  # drafts read quantised weights
+        may_fuse = kind in ("verify", "segment") and parts.fused_layers is not None  # drafts read quantised weights
         with gqa_attention(parts.model), allowed_layouts(layouts):
             self.compiler.fused = parts.fused_layers.for_tokens(tokens) if may_fuse else {}  # type: ignore[union-attr]
             replay = self.compiler.compile(function, buffers.state())
@@ -261,7 +264,7 @@ class CapturedSteps(StepStore):
         super().release()
         self._pool: Any = None  # memory pool that the graphs share
 
-    def _prepare(self, buffers: StepBuffers, kind: str, size: int) -> Step:
+    def _prepare(self, buffers: StepBuffers, kind: str, size: Any) -> Step:
         """See `StepStore._prepare`; weights may move to lie next to each other, after which earlier graphs are void."""
         step, parts = super()._prepare(buffers, kind, size), self._parts
         if parts is not None and (fingerprint := fingerprint_of(parts)) != self._fingerprint:

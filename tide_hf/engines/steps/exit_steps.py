@@ -1,0 +1,137 @@
+"""The steps of `early_exit` with exit layers: a pass in segments between exit layers, and what a token's exit needs.
+
+A pass runs one segment after another until all rows have exited, so layers behind that are neither launched nor read.
+With `recompute`, the tokens that have exited since all layers last ran, and the current one, form a window. Their
+states at the exit layers are kept, and a later token that goes deeper takes them along, so that all K/V are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...base_model.unembed import greedy_tokens
+from ...depth.early_exit import exit_scores
+from ...depth.gates import FillRun, SegmentRun, active, input_state
+from ...depth.kv_cache import fill_skipped, fill_zeros
+
+WINDOW = 16  # tokens
+SEGMENT_WIDTHS = (1, 4, WINDOW)  # of segments; others are padded to the next larger width
+
+
+class Segment(NamedTuple):
+    """A segment of a pass: the layers after the first `begin` up to `end`, over `width` tokens."""
+
+    begin: int
+    end: int
+    width: int
+    criterion: str  # of exits at its end; see `ExitRun`
+    freezes: bool  # whether later layers leave the states of exited rows as they are, as with `propagate`
+
+
+class ExitSteps:
+    """Steps on the tensors of [`StepBuffers`], and further ones, for the tokens of a window.
+
+    `first` is the index of a segment's first token in the window, `current` that of the token of this pass.
+    """
+
+    def __init__(self, buffers: Any, exit_layers: tuple[int, ...]) -> None:
+        self.buffers, self.parts, rows, device = buffers, buffers.parts, buffers.rows, buffers.device
+        self.num_layers = self.parts.structure.num_layers
+        shape = (rows, WINDOW, self.parts.structure.hidden_size)
+        with torch.inference_mode(False):
+            empty = torch.zeros(shape, dtype=self.parts.model.dtype, device=device)
+            self.states = {layer: empty.clone() for layer in exit_layers}  # of the window, by layers executed
+            self.exited_state = empty[:, :1].clone()  # of each row's current token, after an exit head
+            self.exit_layers = torch.full((rows,), self.num_layers, device=device)  # of each row's current token
+            self.exit_threshold = torch.zeros((), device=device)
+            self.first, self.current = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+
+    def begin(self, exit_threshold: float, current: int) -> None:
+        """Begin a pass, for the token at index `current` of the window."""
+        self.exit_threshold.fill_(exit_threshold)
+        self.exit_layers.fill_(self.num_layers)
+        self.current.fill_(current)
+
+    def read(self) -> list[int]:
+        """Wait for the last segment; return the exit layer of each row's token, the number of layers if it has none."""
+        return self.exit_layers.tolist()
+
+    def segment(self, segment: Segment) -> tuple[int, Tensor | None]:
+        """Run a segment, and decide which rows exit at its end; return layers executed, and logits after the last."""
+        index = self.first + torch.arange(segment.width, device=self.first.device)
+        states = self.states[segment.begin].index_select(1, index) if segment.begin else None
+        frozen = self._exited() if segment.freezes and self.buffers.rows > 1 else None
+        place = (self.parts.structure, self.buffers.cache, segment.end)
+        run = SegmentRun(*place, begin=segment.begin, states=states, frozen=frozen, finish=self._finish)
+        run.execute_layer = self.parts.execute_layer
+        with active(run):
+            if segment.end == self.num_layers:
+                logits = self._chosen(self._pass(index).logits[:, :1])
+                return run.layers_executed, logits
+            states = run.states_after(self._pass, index)
+        self.states[segment.end].index_copy_(1, index, states)
+        state = states.index_select(1, self.current - self.first)
+        scores = exit_scores(segment.criterion, self.parts.unembed, self.parts.routers[segment.end], state)[:, 0]
+        exits = (scores >= self.exit_threshold) & (self.exit_layers == self.num_layers)
+        self.exit_layers.copy_(torch.where(exits, segment.end, self.exit_layers))
+        return run.layers_executed, None
+
+    def exit_head(self, exit_layer: int) -> tuple[int, None]:
+        """Apply the exit head of a layer to the states of the rows that exit there; return layers executed, none."""
+        state = self.states[exit_layer].index_select(1, self.current)
+        at_layer = (self.exit_layers == exit_layer)[:, None, None]
+        self.exited_state.copy_(torch.where(at_layer, self.parts.routers[exit_layer].head(state), self.exited_state))
+        return 0, None
+
+    def exit_logits(self, _size: int) -> tuple[int, Tensor]:
+        """Map the states of all rows after their exit heads to logits; return layers executed, none, and logits."""
+        return 0, self._chosen(self.parts.unembed(self.exited_state))
+
+    def propagate(self, exit_layer: int) -> tuple[int, None]:
+        """Fill the K/V of the layers behind an exit layer from the states there; return layers executed, none."""
+        return self._fill(exit_layer, self.parts.fill_layer or _filled_by(fill_skipped))
+
+    def zero_pad(self, exit_layer: int) -> tuple[int, None]:
+        """Fill them with zeros; return layers executed, none."""
+        return self._fill(exit_layer, _filled_by(fill_zeros))
+
+    def _fill(self, exit_layer: int, fill: Callable[..., Tensor]) -> tuple[int, None]:
+        states = self.states[exit_layer].index_select(1, self.current)
+        place = (self.parts.structure, self.buffers.cache, self.num_layers)
+        run = FillRun(*place, begin=exit_layer, states=states, fill=fill)
+        with active(run):
+            filled = run.states_after(self._pass, self.current)
+        self.states[exit_layer].index_copy_(1, self.current, filled)  # unchanged; a trace leaves out what is not used
+        return 0, None
+
+    def _pass(self, index: Tensor) -> Any:
+        """Run the model over the window's tokens at `index`, consecutive ones."""
+        buffers, first = self.buffers, index[:1]
+        return buffers.forward(buffers.ids.index_select(1, index), buffers.start[0] + first[0], first)
+
+    def _finish(self, states: Tensor) -> Tensor:
+        """What the final norm reads, for all tokens: the current one's state after the last layer, or an exit head."""
+        state = states.index_select(1, self.current - self.first)
+        return torch.where(self._exited(), self.exited_state, state).expand_as(states)
+
+    def _exited(self) -> Tensor:
+        return (self.exit_layers < self.num_layers)[:, None, None]
+
+    def _chosen(self, logits: Tensor) -> Tensor:
+        """Put the top-1 tokens of (rows, 1, vocabulary) logits where the host reads them; return the logits."""
+        self.buffers.replace_top_tokens(slice(None), greedy_tokens(logits))
+        return logits
+
+
+def _filled_by(fill: Callable[..., None]) -> Callable[..., Tensor]:
+    return partial(_fill_and_return, fill)
+
+
+def _fill_and_return(fill: Callable[..., None], gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    fill(gate, args, kwargs)
+    return input_state(args, kwargs)
