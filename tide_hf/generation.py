@@ -21,7 +21,7 @@ from .common.token_sources import sources_of_depths
 from .depth.early_exit import ExitOptions, ExitRun, PostHocRun, PropagateRun, RecomputeRun
 from .depth.gates import active, active_run
 from .depth.kv_cache import fill_for, find_cache
-from .engines.static_exits import StepsHeldError
+from .engines.exit_passes import StepsHeldError
 from .engines.warm_up import checked_rows, prepare_eager, warm_up
 from .routers.config import check_exit_threshold, check_min_layers
 from .speculation.acceptance import AcceptanceRule
@@ -144,9 +144,8 @@ class TIDEGenerationMixin:
                 if isinstance(decoder, SpeculativeDecoder):
                     with attachment.running(engine_name, call.max_new_tokens):
                         result = decoder.decode(lambda _: NoDrafter())
-                    stats = decoder.stats
-                    stats.rounds, stats.sources = 0, sources_of_depths(stats.per_token, stats.num_layers)
-                    return result, stats
+                    decoder.stats.rounds = 0  # nothing was drafted
+                    return result, decoder.stats
             except StepsHeldError:
                 reason = "another call holds the steps"
             attachment.engines[engine_name].log_eager(str(reason))

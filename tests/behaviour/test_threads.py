@@ -43,7 +43,7 @@ def test_first_calls_on_compiled_engines_at_once(tiny_llama, monkeypatch, caplog
 
     monkeypatch.setattr(graphs, "make_fx", lambda *args, **kwargs: alone_in(make_fx(*args, **kwargs)))
     expected = tiny_llama().generate(prompt(), **OPTIONS)
-    modes = ("self_speculative", "early_exit", "early_exit") if shared else ("self_speculative",) * 2 + ("early_exit",)
+    modes = ("self_speculative", "post_hoc", "post_hoc") if shared else ("self_speculative",) * 2 + ("early_exit",)
     models = [tiny_llama() for _ in range(1 if shared else 3)] * (3 if shared else 1)
     for model in dict.fromkeys(models):
         routers = TIDERouters.for_model(model, exit_layers=[2])

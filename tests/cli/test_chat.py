@@ -158,7 +158,7 @@ def test_in_a_terminal_an_error_or_interrupt_ends_the_turn_only(command, typing,
     [
         (["--engine", "compiled"], False, 1),
         (["--engine", "compiled", "--mode", "early_exit"], True, 1),
-        (["--engine", "compiled", "--mode", "early_exit"], False, 0),
+        (["--engine", "compiled", "--mode", "early_exit"], False, 1),
         (["--mode", "post_hoc"], False, 0),
     ],
 )

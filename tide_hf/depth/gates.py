@@ -264,15 +264,16 @@ class SegmentRun(FixedDepthRun):
 class FillRun(SegmentRun):
     """A run whose passes fill the K/V of all layers after the first `begin` from given states, by `fill` for each."""
 
-    def __init__(self, *args: Any, fill: Callable[..., Tensor], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, fill: Callable[..., Tensor | None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.fill = fill
+        self.fill = fill  # may return the layer's input, so that a trace has the layers in order
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Fill the K/V of a layer, and end the pass after the last one."""
         if gate.layer_idx < self.begin:
             return super().run_layer(gate, args, kwargs)
-        state = self.fill(gate, args, kwargs)
+        filled = self.fill(gate, args, kwargs)
+        state = input_state(args, kwargs) if filled is None else filled
         if gate.layer_idx == self.num_layers - 1:
             raise _DepthReached(state)
         return gate.with_state(None, state)

@@ -19,8 +19,8 @@ from ..speculation.call import Call
 from ..speculation.engine import Engine, EngineKind
 from ..speculation.ranks import ranks_of
 from .eager import EagerEngine
+from .exit_passes import ExitPasses
 from .static import StaticEngine
-from .static_exits import StaticExitEngine
 from .steps.step_store import CapturedSteps, CompiledSteps, StepStore
 
 KNOWN_ARGUMENTS = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position"}
@@ -85,7 +85,7 @@ class CompiledKind:
         if not isinstance(steps, StepStore):
             return steps
         eager = EagerEngine(model, attachment, call, name="compiled", drafts_with_head=False)
-        return StaticExitEngine(eager, steps, options)
+        return StaticEngine(eager, steps, ExitPasses(options, attachment.structure.num_layers, len(eager.rows)))
 
     def _steps_for(self, model: Any, call: Call) -> StepStore | str:
         """The steps that a call can run on; or the reason why it cannot."""

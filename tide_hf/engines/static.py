@@ -23,6 +23,7 @@ from ..kernels.cpu.cpp_kernels import DTYPES, are_ready, build_kernels
 from ..speculation.engine import Engine
 from ..speculation.policy import CostTable, step_width
 from .eager import EagerEngine
+from .exit_passes import ExitPasses, StepsHeldError
 from .gqa_attention import gqa_attention
 from .steps.static_cache import StaticCacheSlots, give_back
 from .steps.step_buffers import WIDEST, ModelParts, StepBuffers, slots_for_now
@@ -69,14 +70,15 @@ class StaticEngine:
     """Runs one call on steps of fixed shape, after an eager prefill.
 
     Rows that have stopped still run in every step, unless steps for fewer rows exist already. The eager engine
-    `eager` runs prefill, or the whole call if the steps are not available.
+    `eager` runs prefill, or the whole call if the steps are not available. In `early_exit` with exit layers, `exits`
+    runs passes in place of verify steps; the whole call then needs steps, and raises [`StepsHeldError`] or
+    [`UnsupportedOptionError`] without them.
     """
 
-    def __init__(self, eager: EagerEngine, steps: StepStore) -> None:
-        self.eager, self.steps = eager, steps
+    def __init__(self, eager: EagerEngine, steps: StepStore, exits: ExitPasses | None = None) -> None:
+        self.eager, self.steps, self.exits = eager, steps, exits
         self.name, self.temperature = eager.name, eager.temperature
         self.widths, self.reads_drafts = steps.widths, steps.reads_drafts
-        self.kept_layers: tuple[int, ...] = ()  # exit layers whose states are kept, see `ExitSteps`
         self.last_tokens: list[int] = []  # each row's last token, the next pass's input
         self._has_steps = False
         self._buffers: StepBuffers | None = None
@@ -131,6 +133,8 @@ class StaticEngine:
         """Hold the lock on the steps, unless another call holds it; see `Engine.running`."""
         self._has_steps = self.steps.lock.acquire(blocking=False)
         try:
+            if self.exits is not None and not self._has_steps:
+                raise StepsHeldError
             with self.eager.running():
                 yield
         finally:
@@ -155,6 +159,17 @@ class StaticEngine:
 
     def decoder(self, room: int) -> Engine:
         """This engine, or the eager engine if the call cannot run on steps or another call holds the steps."""
+        engine = self._decoder(room)
+        if self.exits is not None and engine is not self:
+            raise UnsupportedOptionError(
+                "early_exit cannot run on steps of fixed shape here",
+                got="no memory for them, or a cache or positions that they do not have",
+                expected="a model that the compiled engine supports, and memory for a static cache",
+                do="Pass tide_engine='eager' in this call.",
+            )
+        return engine
+
+    def _decoder(self, room: int) -> Engine:
         eager = self.eager
         if not self._has_steps:
             return eager
@@ -210,7 +225,7 @@ class StaticEngine:
     def _run_draft_step(self, kind: str, exit_layer: int, drafted: list[list[int]]) -> Step:
         """Run the next draft step of this round, from the last token or from one of `drafted`."""
         if self._num_fed == 0:
-            self._upload([[token] for token in self.last_tokens])
+            self.upload([[token] for token in self.last_tokens])
         else:
             tokens = [tokens[self._num_fed - 1] for tokens in drafted]
             self.buffers.feed(self._num_fed, self._rows.spread(tokens))
@@ -222,7 +237,7 @@ class StaticEngine:
     def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
         """Start a chain of draft steps whose tokens are read only when they are verified."""
         self._started = perf_counter()
-        self._upload([[token] for token in self.last_tokens])
+        self.upload([[token] for token in self.last_tokens])
         before = _timestamp(self.buffers.device)
         for _ in range(num_tokens):
             self._layers += self.steps.run(self.buffers, "draft", exit_layer).num_layers
@@ -236,12 +251,13 @@ class StaticEngine:
         """Run one full-depth pass, padded to the next width that has a step."""
         self._drafted, self._results = drafted, None
         self._width = step_width(1 + max(map(len, drafted)), self.widths)
+        if self.exits is not None:
+            self._logits = self.exits.run(self)
+            return
         if self._unread is None:
             self._started = perf_counter()
-            self._upload([[last, *tokens] for last, tokens in zip(self.last_tokens, drafted, strict=True)])
-        step = self.steps.run(self.buffers, "verify", self._width)
-        self._layers += step.num_layers
-        self._logits = step.logits
+            self.upload([[last, *tokens] for last, tokens in zip(self.last_tokens, drafted, strict=True)])
+        self._logits = self.run_step("verify", self._width)
 
     def drafted(self) -> list[list[int]] | None:
         """The draft tokens of the last pass; `None` if the drafter has read them already."""
@@ -255,12 +271,24 @@ class StaticEngine:
         return self._logits[self._own]
 
     def depths(self) -> list[int] | None:
-        """Return `None`: every token is chosen after all layers."""
-        return None
+        """For each row, after how many layers its token was chosen; `None`: after all layers."""
+        return None if self.exits is None else self.exits.exits
 
     def inputs(self) -> Tensor:
-        """(rows, `WIDEST`) tokens that the last pass read, and padding."""
-        return self.buffers.ids[self._own]
+        """(rows, up to `WIDEST`) tokens that the last pass read, and padding."""
+        first = 0 if self.exits is None else self.exits.current
+        return self.buffers.ids[self._own, first:]
+
+    def run_step(self, kind: str, size: Any) -> Any:
+        """Run a step; return its logits."""
+        step = self.steps.run(self.buffers, kind, size)
+        self._layers += step.num_layers
+        return step.logits
+
+    def read_exits(self) -> list[int]:
+        """Wait for a segment of a pass; return the exit layer of each row, the number of layers if it has none."""
+        self.steps.reads += 1
+        return self._rows.gather(self.buffers.exit_steps.read())
 
     def top_tokens(self, chosen: Tensor | None = None) -> list[list[int]]:
         """The top-1 token at each position, or the `chosen` one, which is read with the rest."""
@@ -270,6 +298,8 @@ class StaticEngine:
 
     def commit(self, new_tokens: list[list[int]]) -> None:
         """Keep the K/V of the accepted tokens of the last pass; see `Engine.commit`."""
+        if self.exits is not None:
+            self.exits.commit(self.last_tokens)
         self._accepted = accepted = [len(tokens) for tokens in new_tokens]
         self._slots.commit(self._width, self._rows.spread(accepted))
         moved = zip(self._positions, accepted, strict=True)
@@ -279,7 +309,7 @@ class StaticEngine:
             tokens[-1] if tokens else last for last, tokens in zip(self.last_tokens, new_tokens, strict=True)
         ]
         milliseconds = self._without_drafts((perf_counter() - self._started) * 1000)
-        if self._is_warm:
+        if self._is_warm and self.exits is None:  # a pass that may end early says nothing of full ones
             self.costs_of(len(accepted)).record(("verify", self._width), milliseconds)
         self._prepared_before = self.steps.warm_up.num_prepared
 
@@ -288,6 +318,8 @@ class StaticEngine:
         if self._buffers is None:
             self.eager.select(rows)
             return
+        if self.exits is not None:
+            self.exits.select(self, rows)
         self._rows.select(rows)
         self.last_tokens = [self.last_tokens[row] for row in rows]
         self._positions = [self._positions[row] for row in rows]
@@ -303,6 +335,8 @@ class StaticEngine:
         """Copy the K/V back to the call's own cache, if the caller receives that cache; see `Engine.finish`."""
         eager = self.eager
         if self._buffers is not None and eager.is_returned:
+            if self.exits is not None:
+                self.exits.catch_up(self)
             self._slots.settle()
             give_back(self.buffers.cache, eager.slots.cache, self._slots.length)
             if eager.head is not None and self._accepted is not None:
@@ -326,7 +360,7 @@ class StaticEngine:
             self._results = self._rows.gather(self.steps.read(self.buffers))
         return self._results
 
-    def _upload(self, ids: list[list[int]], back: int = 0) -> None:
+    def upload(self, ids: list[list[int]], back: int = 0) -> None:
         """Upload the inputs of the round, which begin `back` tokens before the next one."""
         if not back and not self._slots.make_room(WIDEST):  # continue in buffers with more slots
             self._move_to(self.steps.buffers(**self._buffers_needed(self.buffers.cache, self._slots.length)))
@@ -402,7 +436,7 @@ class StaticEngine:
             "has_head": self.eager.head is not None,
             "has_scores": self.reads_drafts,
             "is_causal": self._is_causal,
-            "exit_layers": self.kept_layers,
+            "exit_layers": () if self.exits is None else self.exits.kept_layers,
         }
 
     def _move_to(self, buffers: StepBuffers) -> None:

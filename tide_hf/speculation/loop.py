@@ -22,6 +22,7 @@ from ..base_model.structure import CACHE
 from ..base_model.unembed import greedy_tokens
 from ..common.draft_streamer import DraftStreamer
 from ..common.stats import ExitStats
+from ..common.token_sources import FULL_PASS, head_source
 from .acceptance import AcceptanceRule
 from .engine import UNREAD, Draft, Drafter, Engine
 from .rows import Row, by_step
@@ -109,7 +110,11 @@ class SpeculativeDecoder:
 
     def _note_sources(self, row: Row, draft: Draft, tokens: list[int], n_matches: int = 0) -> None:
         """Note where a row's new tokens came from, and tell a streamer that shows it."""
-        sources = draft.sources_of(tokens)
+        depths = row.depths[len(row.sources) :]
+        sources = [
+            head_source(depth) if source == FULL_PASS and depth < self.stats.num_layers else source
+            for source, depth in zip(draft.sources_of(tokens), depths, strict=True)
+        ]
         row.sources += sources
         if isinstance(self.rule.streamer, DraftStreamer):
             self.rule.streamer.end_round(sources, draft.tokens[n_matches:])

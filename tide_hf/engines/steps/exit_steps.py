@@ -8,7 +8,6 @@ states at the exit layers are kept, and a later token that goes deeper takes the
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ...base_model.unembed import greedy_tokens
 from ...depth.early_exit import exit_scores
-from ...depth.gates import FillRun, SegmentRun, active, input_state
+from ...depth.gates import FillRun, SegmentRun, active
 from ...depth.kv_cache import fill_skipped, fill_zeros
 
 WINDOW = 16  # tokens
@@ -94,13 +93,13 @@ class ExitSteps:
 
     def propagate(self, exit_layer: int) -> tuple[int, None]:
         """Fill the K/V of the layers behind an exit layer from the states there; return layers executed, none."""
-        return self._fill(exit_layer, self.parts.fill_layer or _filled_by(fill_skipped))
+        return self._fill(exit_layer, self.parts.fill_layer or fill_skipped)
 
     def zero_pad(self, exit_layer: int) -> tuple[int, None]:
         """Fill them with zeros; return layers executed, none."""
-        return self._fill(exit_layer, _filled_by(fill_zeros))
+        return self._fill(exit_layer, fill_zeros)
 
-    def _fill(self, exit_layer: int, fill: Callable[..., Tensor]) -> tuple[int, None]:
+    def _fill(self, exit_layer: int, fill: Callable[..., Tensor | None]) -> tuple[int, None]:
         states = self.states[exit_layer].index_select(1, self.current)
         place = (self.parts.structure, self.buffers.cache, self.num_layers)
         run = FillRun(*place, begin=exit_layer, states=states, fill=fill)
@@ -126,12 +125,3 @@ class ExitSteps:
         """Put the top-1 tokens of (rows, 1, vocabulary) logits where the host reads them; return the logits."""
         self.buffers.replace_top_tokens(slice(None), greedy_tokens(logits))
         return logits
-
-
-def _filled_by(fill: Callable[..., None]) -> Callable[..., Tensor]:
-    return partial(_fill_and_return, fill)
-
-
-def _fill_and_return(fill: Callable[..., None], gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    fill(gate, args, kwargs)
-    return input_state(args, kwargs)

@@ -121,6 +121,12 @@ class StepBuffers:
         head = routers.draft_head
         return HeadRun(parts.structure, self.cache, head, embed, state, is_lazy=False, attention=attend_static)
 
+    @property
+    def exit_steps(self) -> ExitSteps:
+        """The steps of passes that may end at an exit layer."""
+        assert self.exits is not None  # these buffers have exit layers
+        return self.exits
+
     def load(self, source: Cache, length: int, mask: Tensor | None, prev_hidden_state: Tensor | None) -> None:
         """Copy in a cache of `length` tokens, a (rows, length) mask and the head's previous hidden state.
 
