@@ -21,6 +21,7 @@ from on_steps import (
 from tide_hf import TIDERouters
 from tide_hf.base_model.structure import CACHE
 from tide_hf.common.errors import UnsupportedOptionError
+from tide_hf.engines.static import StaticEngine
 from tide_hf.engines.steps import step_buffers, step_store
 from tide_hf.engines.steps.exit_steps import WINDOW
 
@@ -133,8 +134,13 @@ def test_a_returned_cache_is_as_the_eager_engine_leaves_it(strategy, threshold):
 
 
 @pytest.mark.parametrize("engine", ATTACH)
-def test_rows_that_end_leave_the_batch(engine):
-    model = attached(attach=ATTACH[engine])
+@pytest.mark.parametrize("has_smaller", [False, True])
+def test_rows_that_end_leave_the_batch(engine, has_smaller, monkeypatch):
+    model, move_to, moves = attached(attach=ATTACH[engine]), StaticEngine._move_to, []
+    monkeypatch.setattr(StaticEngine, "_move_to", lambda *given: moves.append(given) or move_to(*given))
+    for rows in (1, 2) if has_smaller else ():  # whose buffers a batch can move to, if they have its steps
+        for threshold in (0.0, 0.5, 1.0):
+            model.generate(**prompts(rows, pads=rows - 1), **LONG, exit_threshold=threshold)
     batch = prompts(3, pads=1)
     (expected, _), _ = both(model, batch, **LONG)
     ends = new_tokens(expected)[1][WINDOW // 2]  # within a window
@@ -142,6 +148,14 @@ def test_rows_that_end_leave_the_batch(engine):
     assert torch.equal(found, expected)
     assert stats.per_token == eager.per_token
     assert len({len(row) for row in stats.per_token}) > 1
+    assert bool(moves) == has_smaller
+
+
+def test_what_passes_cost_that_end_early_is_not_taken_for_the_cost_of_full_ones():
+    model = attached()
+    for _ in range(2):  # steps are prepared in the first
+        model.generate(**prompts(), **OPTIONS)
+    assert model._tide.costs == {}
 
 
 def test_sampling_and_processors_choose_as_in_the_eager_engine():
