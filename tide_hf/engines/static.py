@@ -315,11 +315,11 @@ class StaticEngine:
 
     def select(self, rows: list[int]) -> None:
         """Keep only these sequences: move them to existing smaller buffers, or else ignore the other rows."""
+        if self.exits is not None:
+            self.exits.select(self, rows)
         if self._buffers is None:
             self.eager.select(rows)
             return
-        if self.exits is not None:
-            self.exits.select(self, rows)
         self._rows.select(rows)
         self.last_tokens = [self.last_tokens[row] for row in rows]
         self._positions = [self._positions[row] for row in rows]
