@@ -172,8 +172,11 @@ class TIDEGenerationMixin:
         if isinstance(engine, str):
             return engine
         decoder = _decoder_of(self, call, mode, engine, AcceptanceRule(*_rule_arguments(self, call)))
-        goes_on = decoder.drops_stopped or decoder.rule.stopping.by_length or len(decoder.rows) == 1
-        return decoder if goes_on else "rows that have ended stay in the batch, and add no tokens"
+        if len(decoder.rows) == 1 or decoder.rule.stopping.by_length:
+            return decoder
+        if options.strategy == "zero_pad":
+            return "with zero_pad, rows that have ended decide what the others store"
+        return decoder if decoder.drops_stopped else "rows that have ended stay in the batch, and add no tokens"
 
     def _tide_exit_eagerly(self, call: Call, mode: str, options: ExitOptions) -> tuple[Any, ExitStats]:
         """Decode by transformers' own loop while an `ExitRun` is active."""

@@ -189,12 +189,13 @@ def one_token():
         (one_token(), {}, "tokens may exit in the prompt"),
         (prompts(), {"exits_in_prompt": True}, "tokens may exit in the prompt"),
         (prompts(2), {"eos_token_id": 5, "return_dict_in_generate": True}, "rows that have ended stay in the batch"),
+        (prompts(2), {"eos_token_id": 5}, "with zero_pad, rows that have ended decide what the others store"),
         (prompts(), {"output_hidden_states": True}, "early_exit' cannot give what this call asks for"),
     ],
-    ids=["post_hoc", "one token", "in prompt", "rows stay", "hidden states"],
+    ids=["post_hoc", "one token", "in prompt", "rows stay", "zero_pad", "hidden states"],
 )
 def test_what_steps_cannot_run_is_run_eagerly_and_the_log_says_why(batch, options, reason, caplog):
-    model = attached(strategy="propagate")
+    model = attached(strategy="zero_pad" if "zero_pad" in reason else "propagate")
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
         model.generate(**batch, **{**OPTIONS, **options})
     assert reason in caplog.text
