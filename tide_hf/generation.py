@@ -138,6 +138,9 @@ class TIDEGenerationMixin:
         if mode == "early_exit":
             check_no_cross_attention(f"tide_mode={mode!r}", call.model_kwargs)
         options = _exit_options(attachment, mode, call)
+        run = _exit_run(
+            attachment, mode, call, options, self.config.get_text_config()
+        )  # refuses what no engine can run
         if engine_name != EAGER:
             reason = decoder = self._tide_decoder_of_exits(call, mode, engine_name, options)
             try:
@@ -149,7 +152,7 @@ class TIDEGenerationMixin:
             except StepsHeldError:
                 reason = "another call holds the steps"
             attachment.engines[engine_name].log_eager(str(reason))
-        return self._tide_exit_eagerly(call, mode, options)
+        return self._tide_exit_eagerly(call, mode, run)
 
     def _tide_decoder_of_exits(
         self, call: Call, mode: str, engine_name: str, options: ExitOptions
@@ -178,11 +181,9 @@ class TIDEGenerationMixin:
             return "with zero_pad, rows that have ended decide what the others store"
         return decoder if decoder.drops_stopped else "rows that have ended stay in the batch, and add no tokens"
 
-    def _tide_exit_eagerly(self, call: Call, mode: str, options: ExitOptions) -> tuple[Any, ExitStats]:
+    def _tide_exit_eagerly(self, call: Call, mode: str, run: ExitRun) -> tuple[Any, ExitStats]:
         """Decode by transformers' own loop while an `ExitRun` is active."""
-        attachment = self._tide
-        run = _exit_run(attachment, mode, call, options, self.config.get_text_config())
-        with attachment.running(EAGER, call.max_new_tokens), active(run):
+        with self._tide.running(EAGER, call.max_new_tokens), active(run):
             result = self._tide_run_exits(run, call)
         per_token = _depths(run.per_pass, result, call)
         stats = ExitStats(mode, run.num_layers, run.layers_executed, per_token)

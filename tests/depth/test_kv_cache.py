@@ -5,7 +5,7 @@ import torch
 from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import _COMMON, FAMILIES, VOCAB, longrope, random_model, tiny_model
-from on_steps import ATTACH
+from on_steps import ATTACH, attach_compiled
 from on_steps import prompts as padded_prompts
 from transformers import (
     CONFIG_MAPPING,
@@ -273,11 +273,12 @@ SHARED = {
 
 
 @pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="this transformers has none")
-def test_kv_that_layers_share_cannot_be_filled():
+@pytest.mark.parametrize("attach", [TIDEModelForCausalLM.attach, attach_compiled], ids=["eager", "compiled"])
+def test_kv_that_layers_share_cannot_be_filled(attach):
     model = random_model("gemma4_text", SHARED)
     expected = model.generate(prompts(1), **SHORT)
     routers = TIDERouters.for_model(model, exit_layers=[2, 4])
-    TIDEModelForCausalLM.attach(model, routers, mode="early_exit")
+    attach(model, routers, mode="early_exit")
     for strategy in ("propagate", "zero_pad"):
         routers.config.kv_cache_strategy = strategy
         match = rf"got .*{strategy}.*, and 3 layers without .* = 'recompute'"

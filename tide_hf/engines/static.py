@@ -28,7 +28,7 @@ from .gqa_attention import gqa_attention
 from .steps.static_cache import StaticCacheSlots, give_back
 from .steps.step_buffers import WIDEST, ModelParts, StepBuffers, slots_for_now
 from .steps.step_compiler import CompiledPrefill
-from .steps.step_store import Step, StepStore
+from .steps.step_store import StepStore
 
 T = TypeVar("T")
 
@@ -219,20 +219,18 @@ class StaticEngine:
         """Logits of the draft head; see `DraftEngine.draft_logits`."""
         head = self.eager.head
         assert head is not None  # `head_layer` is 0
-        logits = self._run_draft_step("draft_logits", head.exit_layer, drafted).logits[self._own]
+        logits = self._run_draft_step("draft_logits", head.exit_layer, drafted)[self._own]
         return head.head.whole_vocab(logits, self.eager.attachment.structure.vocab_size)
 
-    def _run_draft_step(self, kind: str, exit_layer: int, drafted: list[list[int]]) -> Step:
-        """Run the next draft step of this round, from the last token or from one of `drafted`."""
+    def _run_draft_step(self, kind: str, exit_layer: int, drafted: list[list[int]]) -> Any:
+        """Run the next draft step of this round, from the last token or from one of `drafted`; return its logits."""
         if self._num_fed == 0:
             self.upload([[token] for token in self.last_tokens])
         else:
             tokens = [tokens[self._num_fed - 1] for tokens in drafted]
             self.buffers.feed(self._num_fed, self._rows.spread(tokens))
-        step = self.steps.run(self.buffers, kind, exit_layer)
-        self._layers += step.num_layers
         self._num_fed += 1
-        return step
+        return self.run_step(kind, exit_layer)
 
     def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
         """Start a chain of draft steps whose tokens are read only when they are verified."""
@@ -240,7 +238,7 @@ class StaticEngine:
         self.upload([[token] for token in self.last_tokens])
         before = _timestamp(self.buffers.device)
         for _ in range(num_tokens):
-            self._layers += self.steps.run(self.buffers, "draft", exit_layer).num_layers
+            self.run_step("draft", exit_layer)
         self._unread = exit_layer, num_tokens, before, _timestamp(self.buffers.device)
 
     def rollback(self) -> None:

@@ -167,10 +167,9 @@ def build_while_attaching(attachment: Attachment) -> None:
 
     Only for models that they pay for, and where builds can be kept; else the log says at level INFO why not.
     """
-    gates = attachment.gates()
-    if attachment.use_kernels != "auto" or sum(gate.num_bytes for gate in gates) < WORTH_A_BUILD:
+    missing = _missing_kernels(attachment) if attachment.use_kernels == "auto" else []
+    if not missing or sum(gate.num_bytes for gate in attachment.gates()) < WORTH_A_BUILD:
         return
-    missing = _missing_kernels(attachment)
     reasons = {dtype: obstacle_to_build(dtype) for dtype in missing}
     for dtype, reason in reasons.items():
         if reason is not None:

@@ -170,7 +170,7 @@ class StepStore:
     def _prepare(self, buffers: StepBuffers, kind: str, size: Any) -> Step:
         step = Step()
         method: Any = getattr(buffers, kind, None) or getattr(buffers.exits, kind)
-        width = {"verify": size, "segment": getattr(size, "width", 1)}.get(kind, 1)
+        width = size if kind == "verify" else getattr(size, "width", 1)
 
         def function() -> Any:
             step.num_layers, logits = method(size)
