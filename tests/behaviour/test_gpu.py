@@ -7,7 +7,7 @@ import torch
 from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import ATTENTION, SDPA, tiny_model
-from on_steps import COPYING, OPTIONS, WINDOWED, prompts, steps_of, use_steps
+from on_steps import COPYING, OPTIONS, prompts, steps_of, use_steps
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
@@ -61,9 +61,9 @@ def attach(model, compiles):
     return steps_of(model)
 
 
-CASES = [  # the other combinations run eagerly
+CASES = [
     *((family, 1, False) for family in ATTENTION if family not in COPYING),
-    *((family, 3, False) for family in ATTENTION if family not in (*COPYING, *WINDOWED)),
+    *((family, 3, False) for family in ATTENTION if family not in COPYING),
     *((family, 1, True) for family in ("llama", "gpt2", "gemma2", "falcon")),  # compiling takes long
 ]
 

@@ -42,8 +42,8 @@ class Case(NamedTuple):
 
     @property
     def has_steps(self):
-        """Whether it runs on steps of fixed shape: several rows with sliding windows run eagerly."""
-        return self.engine != "eager" and not (self.rows > 1 and self.family in WINDOWED)
+        """Whether it runs on steps of fixed shape."""
+        return self.engine != "eager"
 
 
 def cases(engine):
@@ -52,7 +52,7 @@ def cases(engine):
         first, second = DECODING if position % 2 else reversed(DECODING)
         yield from (("llama", drafter, 1, first), ("llama", drafter, 3, second))
     yield from ((family, "exit heads", 1) for family in ATTENTION)
-    yield from ((family, "mixed", 3) for family in (ATTENTION if engine == "eager" else FEW))
+    yield from ((family, "mixed", 3) for family in (ATTENTION if engine == "eager" else (*FEW, *WINDOWED)))
     yield from ((family, "draft head", 1) for family in (*FEW, "mistral") if family != "opt")
     yield from (("bloom", drafter, 3) for drafter in ("exit heads", "draft head"))
 

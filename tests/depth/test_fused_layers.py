@@ -5,7 +5,7 @@ import torch
 from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import tiny_model
-from on_steps import OPTIONS, WINDOWED, linear_heads, new_tokens, prompts
+from on_steps import OPTIONS, linear_heads, new_tokens, prompts
 from packed_weights import attach_packed, set_fastest_layouts
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
@@ -71,7 +71,7 @@ def test_tokens_are_the_base_models(family, rows, attention, widths):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("family", [family for family in FUSED if family not in WINDOWED])
+@pytest.mark.parametrize("family", FUSED)
 def test_tokens_of_compiled_steps_are_the_base_models(family, rows, widths):
     model, batch = tiny_model(family, attention="sdpa"), prompts(rows, pads=2 if rows > 1 else 0)
     expected = model.generate(**batch, **OPTIONS)

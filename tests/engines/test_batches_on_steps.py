@@ -7,8 +7,8 @@ from drafters import ScriptedDrafter, use_drafter, use_heads
 from families import VOCAB, tiny_model
 from on_steps import (
     LAYERS,
+    NEW,
     OPTIONS,
-    PROMPT,
     attach_compiled,
     linear_heads,
     new_tokens,
@@ -16,6 +16,7 @@ from on_steps import (
     steps_of,
 )
 from on_steps import attach_captured as attach_graphs
+from transformers import MistralForCausalLM
 
 from tide_hf.base_model.structure import CACHE
 
@@ -86,8 +87,29 @@ def test_any_number_of_rows_runs_on_the_steps_of_others(family, attach, kind):
     assert steps.refused is None
 
 
-def test_a_returned_cache_holds_the_rows_of_the_call(tiny_llama):
-    model, options = tiny_llama(), {**OPTIONS, "return_dict_in_generate": True}
+class MistralOfOtherCode(MistralForCausalLM):
+    """A class from outside of transformers, whose masks might be its own."""
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("model_class", [MistralForCausalLM, MistralOfOtherCode])
+def test_windows_skip_rejected_tokens_where_masks_are_known_and_else_they_leave_the_cache(model_class, attention):
+    model, batch = tiny_model("mistral", attention=attention), prompts(4, pads=3)
+    model.__class__ = model_class
+    options, expected, _ = ending_early(model, batch)
+    steps = attach_graphs(model)
+    for _ in range(2):
+        use_drafter(model, "mixed", new_tokens(expected))
+        assert torch.equal(model.generate(**batch, **options), expected)
+    holes = [buffers.holes for buffers in steps._buffers.values()]
+    skip = attention == "sdpa" and model_class is MistralForCausalLM
+    assert [found is not None for found in holes] == [skip]
+    assert not skip or (holes[0].sum() > 0 and steps.replays > 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_returned_cache_holds_the_rows_of_the_call(family):
+    model, options = tiny_model(family), {**OPTIONS, "return_dict_in_generate": True}
     expected = model.generate(**prompts(3), **options)
     steps = attach_graphs(model)
     use_drafter(model, "mixed", new_tokens(expected.sequences) + [[0] * 40])
@@ -96,7 +118,9 @@ def test_a_returned_cache_holds_the_rows_of_the_call(tiny_llama):
     assert [key[0] for key in steps._buffers] == [4]
     assert torch.equal(found.sequences, expected.sequences)
     for layer, other in zip(found[CACHE].layers, expected[CACHE].layers, strict=True):
-        torch.testing.assert_close(layer.keys[:, :, PROMPT:], other.keys[:, :, PROMPT:], atol=1e-4, rtol=1e-4)
+        assert layer.get_seq_length() == other.get_seq_length()
+        found_keys, keys = (one.keys[:, :, -NEW + 1 :] for one in (layer, other))  # after prefill
+        torch.testing.assert_close(found_keys, keys, atol=1e-4, rtol=1e-4)
 
 
 def test_buffers_may_be_released_during_a_call(tiny_llama):

@@ -10,7 +10,6 @@ from on_steps import (
     OPTIONS,
     PROMPT,
     UNTRACED,
-    WINDOWED,
     attach_captured,
     attach_compiled,
     new_tokens,
@@ -30,7 +29,6 @@ MODES = ("early_exit", "self_speculative")
 STRATEGIES = ("recompute", "propagate", "zero_pad")
 ATTACH = {"compiled": attach_compiled, "captured": attach_captured}
 ON_STEPS = tuple(family for family in SDPA if family not in UNTRACED)
-WITHOUT_WINDOWS = tuple(family for family in ON_STEPS if family not in WINDOWED)
 
 
 def mixed_routers(model, strategy="recompute"):
@@ -60,9 +58,7 @@ def both(model, batch, **options):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("engine", ATTACH)
-@pytest.mark.parametrize(
-    ("rows", "family"), [*slow_but(FEW, ON_STEPS, 1), *slow_but(("llama", "gpt2"), WITHOUT_WINDOWS, 3)]
-)
+@pytest.mark.parametrize(("rows", "family"), [*slow_but(FEW, ON_STEPS, 1), *slow_but(("llama", "gpt2"), ON_STEPS, 3)])
 def test_every_family_exits_as_in_the_eager_engine(family, rows, engine, strategy):
     model = attached(family, strategy, ATTACH[engine])
     (expected, eager), (found, stats) = both(model, prompts(rows, pads=rows - 1), **LONG)

@@ -8,7 +8,7 @@ static cache are skipped, and there are kernels for prefill and for decode over 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from ..kernels.cpu.attention import decode_sdpa, prefill_sdpa
 from ..kernels.flash_decode import flash_decode
@@ -38,6 +38,7 @@ _num_filled: ContextVar[Tensor | None] = ContextVar("num_filled", default=None)
 _end_on_device: ContextVar[Tensor | None] = ContextVar("end_on_device", default=None)
 _reads_lengths: ContextVar[bool] = ContextVar("reads_lengths", default=False)
 _may_use_kernels: ContextVar[bool] = ContextVar("may_use_kernels", default=True)  # in prefill
+_holes: ContextVar[Tensor | None] = ContextVar("holes", default=None)
 
 
 @contextmanager
@@ -69,6 +70,26 @@ def reading_lengths(may_read: bool) -> Iterator[None]:
 
 
 @contextmanager
+def skipping_holes(holes: Tensor | None) -> Iterator[None]:
+    """Let masks count tokens and not slots, so that windows skip rejected tokens; see [`can_skip_holes`].
+
+    `holes`, (rows, slots) int64, is 1 at slots of rejected tokens and else 0; `None` where no window counts slots.
+    """
+    token = _holes.set(holes)
+    try:
+        yield
+    finally:
+        _holes.reset(token)
+
+
+def can_skip_holes(model: PreTrainedModel) -> bool:
+    """Whether masks are made by transformers for this attention, and so within [`skipping_holes`] skip holes."""
+    configs = (model.config, model.config.get_text_config())
+    is_sdpa = _can_change(model) and all(config._attn_implementation in ("sdpa", NAME) for config in configs)
+    return is_sdpa and type(model).__module__.startswith("transformers.")  # other code may make masks by itself
+
+
+@contextmanager
 def gqa_attention(
     model: PreTrainedModel,
     *,
@@ -80,8 +101,7 @@ def gqa_attention(
     The model stays unchanged if its attention is not `sdpa` or cannot be changed, or, with `cpu_only`, if the model is
     not on a CPU. `may_use_kernels` lets prefill use the compiled kernel.
     """
-    is_sdpa = model.config._attn_implementation in ("sdpa", NAME) and model._can_set_attn_implementation()
-    if not is_sdpa or (cpu_only and model.device.type != "cpu"):
+    if not _can_change(model) or (cpu_only and model.device.type != "cpu"):
         yield
         return
     with _changing:
@@ -99,6 +119,11 @@ def gqa_attention(
                 _users[model] = users - 1, configs
             else:
                 _set(configs, "sdpa")
+
+
+def _can_change(model: PreTrainedModel) -> bool:
+    """Whether a model's attention is `sdpa` and can be changed."""
+    return model.config._attn_implementation in ("sdpa", NAME) and model._can_set_attn_implementation()
 
 
 def _sdpa_configs(model: PreTrainedModel) -> list[Any]:
@@ -213,5 +238,18 @@ _ops.impl("attend_filled", _attend_filled, "CompositeExplicitAutograd")
 torch.library.register_fake("tide_hf::attend_filled", lambda query, *_: query.new_empty(query.shape), lib=_ops)
 
 
+def mask_tokens(*, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | None:
+    """As `sdpa_mask`, which makes (rows, 1, width, slots) masks; within [`skipping_holes`], of tokens and not slots."""
+    holes = _holes.get()
+    if holes is None:
+        return sdpa_mask(mask_function=mask_function, **kwargs)
+    tokens = torch.arange(holes.shape[1], device=holes.device) - (holes.cumsum(dim=1) - holes)
+
+    def of_tokens(row: Any, head: Any, query_slot: Any, slot: Any) -> Any:
+        return mask_function(row, head, tokens[row, query_slot], tokens[row, slot])
+
+    return sdpa_mask(mask_function=of_tokens, **kwargs)
+
+
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionMaskInterface.register(NAME, mask_tokens)

@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..base_model.inputs import is_absent, names_of_prompt_inputs
-from ..base_model.structure import CACHE, has_windows
+from ..base_model.structure import CACHE
 from ..common.choices import EAGER
 from ..depth.early_exit import ExitOptions
 from ..speculation.attachment import Attachment
@@ -92,7 +92,7 @@ class CompiledKind:
         steps = self.steps.get(model.device.type)
         if steps is None:
             return f"there are no steps for {model.device.type!r}"
-        return steps.refused or why_eager(model, call.input_ids.shape[0], call.model_kwargs) or steps
+        return steps.refused or why_eager(model, call.model_kwargs) or steps
 
     def log_eager(self, reason: str) -> None:
         """Log that a call runs eagerly; the first time for each reason, as a warning."""
@@ -111,8 +111,8 @@ def new_engines() -> dict[str, EngineKind]:
     return {EAGER: EagerKind(), "compiled": CompiledKind()}
 
 
-def why_eager(model: Any, rows: int, model_kwargs: dict[str, Any]) -> str | None:
-    """The reason why a call with `rows` rows cannot run on steps of fixed shape; `None` if it can."""
+def why_eager(model: Any, model_kwargs: dict[str, Any]) -> str | None:
+    """The reason why a call cannot run on steps of fixed shape; `None` if it can."""
     cache, config = model_kwargs[CACHE], model.config.get_text_config()
     attention = config._attn_implementation
     offloaded = {device for device in getattr(model, "hf_device_map", {}).values() if device in ("cpu", "disk")}
@@ -128,7 +128,6 @@ def why_eager(model: Any, rows: int, model_kwargs: dict[str, Any]) -> str | None
         f"the cache is a {type(cache).__name__}": type(cache) is not DynamicCache,
         f"the cache has layers of {', '.join(sorted(layers))}": bool(layers),
         f"the model is passed {', '.join(sorted(unknown))}": bool(unknown),
-        "a batch leaves holes in the cache, which sliding windows would count": rows > 1 and has_windows(config),
         "adapters are loaded, which may change without notice": hasattr(model, "peft_config"),
         "the model is in training mode": model.training,
         "autocast is enabled, whose copies of weights move": torch.is_autocast_enabled(model.device.type),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..base_model.structure import has_windows, last_position
+from ..base_model.structure import last_position
 from ..common.errors import UnsupportedOptionError
 from ..depth.linear_gate import PROMPT_LAYOUTS, allowed_layouts
 from ..kernels.cpu.attention import MIN_QUERIES, is_faster
@@ -24,7 +24,7 @@ from ..speculation.engine import Engine
 from ..speculation.policy import CostTable, step_width
 from .eager import EagerEngine
 from .exit_passes import ExitPasses, StepsHeldError
-from .gqa_attention import gqa_attention
+from .gqa_attention import can_skip_holes, gqa_attention
 from .steps.static_cache import StaticCacheSlots, give_back
 from .steps.step_buffers import WIDEST, ModelParts, StepBuffers, slots_for_now
 from .steps.step_compiler import CompiledPrefill
@@ -85,7 +85,7 @@ class StaticEngine:
         self._slots: Any = None  # StaticCacheSlots, after prefill
         self._rows: Any = None  # RowMap, after prefill
         self._position_shape: tuple[int, ...] | None = None
-        self._is_causal = False  # see `StepBuffers`
+        self._is_causal = self._skips_holes = False  # see `StepBuffers`
         self._positions: list[list[int]] = []  # each row's next position; several for mRoPE
         self._highest_position = 0  # that the answer reaches
         self._added: list[int] = []  # number of tokens that each row has added after prefill
@@ -188,7 +188,8 @@ class StaticEngine:
         rows, length = len(eager.last_tokens), int(cache.get_seq_length())
         mask = mask.cpu() if mask is not None else None
         self._is_causal = self.steps.reads_lengths and rows == 1 and (mask is None or bool(mask.all()))
-        self._is_causal &= not has_windows(eager.model.config.get_text_config())
+        self._is_causal &= not eager.slots.has_windows
+        self._skips_holes = rows > 1 and eager.slots.has_windows and can_skip_holes(eager.model)
         self.last_tokens, self._added, self._room = list(eager.last_tokens), [0] * rows, room
         needed = self._buffers_needed(cache, length)
         if not self.steps.fits(**needed):
@@ -197,7 +198,8 @@ class StaticEngine:
         self._rows = RowMap(rows, buffers.rows)
         mask = mask[self._rows.shown] if mask is not None else None
         buffers.load(cache, length, mask, eager.head.prev_hidden_state if eager.head is not None else None)
-        self._slots = StaticCacheSlots(buffers.cache, length, mask, eager.slots.compaction_threshold)
+        compacts = eager.slots.has_windows and not self._skips_holes
+        self._slots = StaticCacheSlots(buffers.cache, length, mask, eager.slots.compaction_threshold, compacts)
         self._masked = length
         self._positions = [[0]] * rows if positions is None else positions.reshape(-1, rows).T.tolist()
         self._highest_position = max(map(max, self._positions)) + room - 1
@@ -364,7 +366,8 @@ class StaticEngine:
             self._move_to(self.steps.buffers(**self._buffers_needed(self.buffers.cache, self._slots.length)))
         is_compacted = self._slots.num_compactions > self._compactions
         if self._slots.holes is not None or is_compacted:
-            self.buffers.write_mask(self._slots.mask, 0 if is_compacted else self._masked)
+            start = 0 if is_compacted else self._masked
+            self.buffers.write_mask(self._slots.mask, self._slots.holes, start)
             self._compactions, self._masked = self._slots.num_compactions, self._slots.length
         spread, highest = self._rows.spread, self._check_positions()
         accepted = None if self._accepted is None else spread(self._accepted)
@@ -434,6 +437,7 @@ class StaticEngine:
             "has_head": self.eager.head is not None,
             "has_scores": self.reads_drafts,
             "is_causal": self._is_causal,
+            "skips_holes": self._skips_holes,
             "exit_layers": () if self.exits is None else self.exits.kept_layers,
         }
 
@@ -442,7 +446,7 @@ class StaticEngine:
         slots, own, other = self._slots, self._rows.own, self.buffers
         self._rows = RowMap(len(own), buffers.rows)
         slots.show(self._rows.spread(own))
-        buffers.take_over(other, slots.length, slots.mask, own)
+        buffers.take_over(other, slots.length, slots.mask, slots.holes, own)
         slots.cache, self._buffers = buffers.cache, buffers
 
 

@@ -23,7 +23,7 @@ from ...depth.fused_layers import FusedLayers
 from ...depth.gates import FixedDepthRun, LayerRun, active
 from ...depth.head_drafting import HeadRun, HeadState
 from ...routers.routers import TIDERouters
-from ..gqa_attention import attend_static, filled_up_to
+from ..gqa_attention import attend_static, filled_up_to, skipping_holes
 from .exit_steps import ExitSteps
 from .static_cache import fill, first_rows, static_cache, take_rows
 
@@ -68,6 +68,7 @@ class StepBuffers:
         has_scores: Whether the exit score of each draft token is computed.
         exit_layers: Those at which tokens may exit in `early_exit`; none in other modes.
         is_causal: Whether masks hide no more than unfilled slots and later tokens: of one row, without padding.
+        skips_holes: Whether windows skip rejected tokens, which the rows of a batch leave in the cache.
         shared: A static cache of as many slots and more rows, whose first rows are used instead of new memory.
     """
 
@@ -82,6 +83,7 @@ class StepBuffers:
         has_scores: bool = False,
         exit_layers: tuple[int, ...] = (),
         is_causal: bool = False,
+        skips_holes: bool = False,
         shared: Cache | None = None,
     ) -> None:
         self.is_causal = is_causal
@@ -98,6 +100,7 @@ class StepBuffers:
             self._host_inputs = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
             self._device_inputs = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
             self.mask = torch.ones((rows, capacity), dtype=torch.int64, device=device)
+            self.holes = torch.zeros_like(self.mask) if skips_holes else None
             self._results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, device=device)
             self.scores = torch.zeros(rows, device=device) if has_scores else None
             if has_head:
@@ -133,27 +136,32 @@ class StepBuffers:
         Cache and hidden state may have fewer rows than the buffers; they fill the first rows.
         """
         fill(self.cache, source, length)
-        self.write_mask(mask)
+        self.write_mask(mask, None)
         if prev_hidden_state is not None and self.head is not None:
             self.prev_hidden_state[: len(prev_hidden_state)] = prev_hidden_state
 
-    def take_over(self, other: StepBuffers, length: int, mask: Tensor | None, rows: list[int]) -> None:
+    def take_over(
+        self, other: StepBuffers, length: int, mask: Tensor | None, holes: Tensor | None, rows: list[int]
+    ) -> None:
         """Copy `rows` (ascending) of other buffers into the first rows of these buffers; the two may share memory.
 
-        `length` is the number of filled slots; the mask is (rows of these buffers, length).
+        `length` is the number of filled slots; mask and holes are (rows of these buffers, length).
         """
         for own, layer in zip(self.cache.layers, other.cache.layers, strict=True):
             take_rows(own, layer, length, rows)
-        self.write_mask(mask)
+        self.write_mask(mask, holes)
         if self.head is not None:
             self.last_hidden_states[: len(rows)] = other.last_hidden_states[rows]
 
-    def write_mask(self, mask: Tensor | None, start: int = 0) -> None:
-        """Upload a (rows, length) attention mask from the CPU, from slot `start` on; `None` masks nothing."""
-        if start == 0:
-            self.mask.fill_(1)
-        if mask is not None:
-            self.mask[:, start : mask.shape[1]].copy_(mask[:, start:], non_blocking=True)
+    def write_mask(self, mask: Tensor | None, holes: Tensor | None, start: int = 0) -> None:
+        """Upload a (rows, length) attention mask and holes from the CPU, from slot `start` on; `None`: none."""
+        for buffer, found, default in ((self.mask, mask, 1), (self.holes, holes, 0)):
+            if buffer is None:
+                continue
+            if start == 0:
+                buffer.fill_(default)
+            if found is not None:
+                buffer[:, start : found.shape[1]].copy_(found[:, start:], non_blocking=True)
 
     def write(
         self,
@@ -277,7 +285,8 @@ class StepBuffers:
             if self._bounds_positions:
                 positions = torch.minimum(positions, self.highest_position)
             inputs["position_ids"] = positions
-        return self.parts.model(**without_router_loss(self.parts.model, inputs), return_dict=True)
+        with skipping_holes(self.holes):
+            return self.parts.model(**without_router_loss(self.parts.model, inputs), return_dict=True)
 
 
 def slots_for_now(filled: int, most: int) -> int:
