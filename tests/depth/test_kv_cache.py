@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.structure import CACHE
 from tide_hf.common.errors import UnsupportedModelError, UnsupportedOptionError
+from tide_hf.depth.kv_cache import CacheSlots
 from tide_hf.speculation.rows import RowCriterion
 
 PROMPT = 12
@@ -298,3 +299,16 @@ def test_a_model_with_a_recurrent_state_runs_post_hoc_only():
     routers = TIDERouters.for_model(model, exit_layers=[2])
     TIDEModelForCausalLM.attach(model, routers, mode="post_hoc", exit_threshold=2.0)
     assert torch.equal(model.generate(prompts(1), **SHORT), expected)
+
+
+def test_a_cache_is_compacted_where_that_frees_slots_and_not_for_a_row_that_is_short():
+    """While one row accepts all of its drafts, the other's holes are in slots that the first one needs."""
+    cache, found, new = DynamicCache(), [], torch.zeros(2, 1, 4, 8)
+    cache.update(new, new, 0)
+    slots = CacheSlots(cache, 4, None, 0.25, torch.device("cpu"))
+    for accepted in [[4, 1]] * 10 + [[1, 4]] * 10:
+        cache.update(new, new, 0)
+        slots.commit(4, accepted)
+        assert slots.length == cache.get_seq_length()
+        found.append(slots.num_compactions)
+    assert found == [0] * 15 + [1] * 5  # with 68 slots, of which the longer row needs 50

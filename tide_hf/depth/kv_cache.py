@@ -201,8 +201,9 @@ class CacheSlots:
     """The slots of a batch's cache, where each row accepts its own number of draft tokens.
 
     A pass writes one slot per row and token. Slots that all rows reject are cropped; other rejected slots stay as
-    holes, which the attention mask hides and positions skip. When the share of holes exceeds `compaction_threshold`, or
-    a mask cannot hide holes (a sliding window counts slots), the cache is compacted: tokens move to each row's end.
+    holes, which the attention mask hides and positions skip. The cache is compacted when that frees a larger share of the
+    slots than `compaction_threshold`, or a mask cannot hide holes (a sliding window counts slots): tokens move to each
+    row's end, and the longest row has no holes then.
 
     `length` is the number of committed slots; `attention_mask`, (rows, length), is the mask of the prompt, `None`
     without padding; `device` is the device of the tokens, since the layers of an offloaded cache move between devices.
@@ -250,7 +251,7 @@ class CacheSlots:
         self._crop(width - longest)
         self.length += longest
         self.mask, self.holes = mask[:, : self.length], holes[:, : self.length]
-        if 1 - sum(self._num_tokens) / self.holes.numel() > self.compaction_threshold:
+        if 1 - max(self._num_tokens) / self.length > self.compaction_threshold:
             self._compact(self.mask, self.holes)
 
     def settle(self) -> None:

@@ -60,7 +60,8 @@ class TIDEConfig(PreTrainedConfig):
         kv_cache_strategy (`str`): How `early_exit` gets the K/V of layers that a token skips: `"recompute"` (exact:
             computed with the next token that runs these layers), `"propagate"` (computed in the same pass, from the
             state at the exit layer) or `"zero_pad"` (zeros).
-        compaction_threshold (`float`): Share of holes (rejected slots) above which the cache of a batch is compacted.
+        compaction_threshold (`float`): Share of the slots of a batch's cache above which compaction frees them: the
+            slots of rejected tokens in the row that has the fewest.
         calibration (`dict`): The calibration record: data, seed, versions, and the figures per exit layer.
     """
 
@@ -334,7 +335,7 @@ RULES: dict[str, tuple[Check, str]] = {
     "draft_vocab_size": _whole_number(2**24),
     "exit_threshold": THRESHOLD,
     "draft_exit_threshold": THRESHOLD,
-    "compaction_threshold": (_is_positive, "the share of holes, from 0 to 1"),
+    "compaction_threshold": (_is_positive, "the share of slots, from 0 to 1"),
     "base_model_name_or_path": (
         lambda value: isinstance(value, str) and 0 < len(value) <= 1024 and value.isprintable(),
         "printable text of at most 1024 characters",
