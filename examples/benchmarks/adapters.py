@@ -23,9 +23,9 @@ from tide_hf.evaluation.benchmark import (
     weight_sharing_copy,
 )
 from tide_hf.routers.files import write_speculators
+from tide_hf.speculation.exits import NoDrafter
 
 from .bench import Bench, CannotRunError
-from .common import NoDrafts
 from .peers import PEERS, PeerModel, interpreter
 from .published import EXIT_THRESHOLD, NAME, PublishedModel, engine, readable_texts
 
@@ -189,7 +189,7 @@ def compiled_heads(bench: Bench) -> DecodingMethod:
 def compiled_plain(bench: Bench) -> DecodingMethod:
     """Ours without drafts, compiled."""
     model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), engine="compiled")
-    model._tide.make_drafter = NoDrafts
+    model._tide.make_drafter = lambda *_: NoDrafter()
     return DecodingMethod("no drafts, compiled", model)
 
 

@@ -42,22 +42,10 @@ def int8_quantizer() -> Callable[[Any], None]:
     return lambda model: quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
 
 
-class NoDrafts:
-    """A drafter that never drafts: our loop as plain decoding."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
-        """None."""
-        return [Draft() for _ in rows]
-
-    def observe(self, *_: Any) -> None:
-        """Learn nothing."""
-
-
-class ScriptedDrafts(NoDrafts):
+class ScriptedDrafts:
     """Drafts `length` tokens of a known answer, each of them right with a probability of `share`, for one row."""
+
+    rests = False
 
     def __init__(self, answer: list[int], share: float, length: int) -> None:
         self.answer, self.share, self.length = answer, share, length

@@ -55,6 +55,8 @@ class KnownAnswer:
     def __init__(self, answer: list[int], width: int) -> None:
         self.answer, self.width, self.done = answer, width, 0
 
+    rests = False
+
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Draft the next `width` tokens of the answer."""
         return [Draft().add(self.answer[self.done : self.done + min(self.width, limits[0])], "known")]

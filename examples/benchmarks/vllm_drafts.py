@@ -57,6 +57,8 @@ def ours(model_name: str, routers: str, work: Path, num_prompts: int, new_tokens
         def __init__(self, engine: Any) -> None:
             self.engine = engine
 
+        rests = False
+
         def draft(self, _rows: list[int], limits: list[int]) -> list[Draft]:
             drafted: list[list[int]] = [[]]
             for _ in range(min(NUM_DRAFT_TOKENS, limits[0])):

@@ -228,6 +228,13 @@ def test_on_any_machine_a_first_short_answer_loses_little():
         assert sum(first) <= 1.15 * len(first), number
 
 
+def test_where_drafts_lose_the_drafter_rests_and_keeps_its_word():
+    machine = Machine(1.0, 0.4, 0.8, 0.1, 0.03, head=0.2, sharpness=0.9, boast=3.0, copying=0.0, copied=3)
+    rests = []
+    costs = costs_of_tokens(random.Random(0), machine, num_answers=2, length=400, change=0.0, rests=rests)
+    assert 0.5 * len(costs) < sum(rests) < len(costs)
+
+
 def test_where_drafts_pay_they_are_made():
     machine = Machine(0.05, 0.02, 0.1, 0.03, 0.03, head=0.7, sharpness=0.5, boast=1.0, copying=0.03, copied=8)
     costs = costs_of_tokens(random.Random(0), machine, num_answers=2, length=160, change=0.0)

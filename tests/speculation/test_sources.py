@@ -24,6 +24,8 @@ class TwoSources:
     def __init__(self, continuations):
         self.continuations, self.generated = continuations, [0] * len(continuations)
 
+    rests = False
+
     def draft(self, rows, limits):
         return [self._draft(row, limit) for row, limit in zip(rows, limits, strict=True)]
 

@@ -18,6 +18,8 @@ PROMPT = torch.tensor([[1, 3, 2, 4]])
 class BadDrafter:
     """Drafts the same two tokens every round; the first of them is likely now and then."""
 
+    rests = False
+
     def draft(self, rows, limits):
         return [Draft().add([2, 1][:limit], "script") for limit in limits]
 

@@ -18,6 +18,8 @@ class ScriptedDrafter:
     `kind` is one of `KINDS`, or "mixed", where the kind changes with row and round.
     """
 
+    rests = False
+
     def __init__(self, kind: str, continuations: list[list[int]], vocab_size: int, width: int = 3) -> None:
         self.kind, self.continuations, self.vocab_size, self.width = kind, continuations, vocab_size, width
         self.generated, self.rounds, self.random = [0] * len(continuations), 0, random.Random(0)
@@ -47,6 +49,8 @@ class HeadDrafter:
 
     On engines whose draft tokens the host does not read, draft tokens are read only after they are verified.
     """
+
+    rests = False
 
     def __init__(self, prompts, engine, exit_layer: int | Sequence[int], width: int, every: int = 1) -> None:
         self.engine, self.width, self.every, self.rounds = engine, width, every, 0
@@ -88,6 +92,8 @@ class HeadDrafter:
 
 class Alternating:
     """Drafts with heads and by script in alternate rounds, so that more than one token is accepted."""
+
+    rests = False
 
     def __init__(self, heads: HeadDrafter, script: ScriptedDrafter) -> None:
         self.heads, self.script, self.rounds = heads, script, 0

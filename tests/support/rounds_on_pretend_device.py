@@ -20,6 +20,7 @@ from transformers import LogitsProcessor
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines.steps.step_store import CapturedSteps
 from tide_hf.speculation import device_choice
+from tide_hf.speculation.exits import NoDrafter
 
 NEW, WIDTH = 40, 4  # new tokens; tokens of a pass
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -36,6 +37,10 @@ class Watched:
 
     def __init__(self, drafter, passes):
         self.drafter, self.passes, self.begins = drafter, passes, []
+
+    @property
+    def rests(self):
+        return self.drafter.rests
 
     def draft(self, rows, limits):
         self.begins.append((len(rows), counts() - self.passes.asked._replace(waits=0)))
@@ -133,6 +138,15 @@ def test_a_round_waits_for_no_head_in_steps_and_once_for_each_token_that_a_head_
         assert (asked.waits, asked.uploads) == (1, 1)
     for asked in watched_rounds("eager", by_head, 1, WAYS[way], draft_head_for)[:-2]:  # the last drafts are shorter
         assert asked.waits == WIDTH
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_pass_without_drafts_starts_before_the_host_has_read_the_one_before_and_needs_no_upload(rows):
+    first, *others = watched_rounds("compiled", lambda *_: NoDrafter(), rows, GREEDY)
+    assert (first.waits, first.uploads) == (1, 1)
+    for asked in others:
+        assert (asked.waits, asked.uploads) == (1, 0)
+        assert asked.launches <= 8  # of what the next pass reads
 
 
 class Own(LogitsProcessor):

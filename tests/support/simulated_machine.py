@@ -106,11 +106,12 @@ class _Engine:
         """Nothing to forget."""
 
 
-def costs_of_tokens(rng, machine, num_answers, length, change):
+def costs_of_tokens(rng, machine, num_answers, length, change, rests=None):
     """Let one process decode answers of `length` tokens on a machine that can become another midway in an answer.
 
     Args:
         change: Share of answers in which it does.
+        rests: Gets whether the drafter said in each round that it would not draft in the next one; it must not.
 
     Returns:
         What each token cost, in plain passes; the tokens of a round cost the same.
@@ -122,12 +123,16 @@ def costs_of_tokens(rng, machine, num_answers, length, change):
         engine = _Engine(rng, machine, table, seen)
         drafter = HybridDrafter([engine.text.tokens[:]], lambda _: table, {0: prior}, engine, learned)
         drafter.observe(0, Draft(), engine.verify([]), 0)
-        left, engine.spent = length, 0.0
+        left, engine.spent, rested = length, 0.0, False
         while left:
             if left <= length // 2:
                 machine = engine.machine = engine.text.machine = other
             before = engine.spent
             (draft,) = drafter.draft([0], [left - 1])
+            assert not (rested and draft.tokens)
+            rested = drafter.rests and not draft.tokens
+            if rests is not None:
+                rests.append(rested)
             new = engine.verify(draft.tokens)
             drafter.observe(0, draft, new, len(new) - 1)
             costs += [(engine.spent - before) / len(new)] * len(new)

@@ -201,9 +201,9 @@ class CacheSlots:
     """The slots of a batch's cache, where each row accepts its own number of draft tokens.
 
     A pass writes one slot per row and token. Slots that all rows reject are cropped; other rejected slots stay as
-    holes, which the attention mask hides and positions skip. The cache is compacted when that frees a larger share of the
-    slots than `compaction_threshold`, or a mask cannot hide holes (a sliding window counts slots): tokens move to each
-    row's end, and the longest row has no holes then.
+    holes, which the attention mask hides and positions skip. The cache is compacted when that frees a larger share of
+    its slots than `compaction_threshold`, or when a mask cannot hide holes (a sliding window counts slots): tokens move
+    to each row's end, and the longest row then has no holes.
 
     `length` is the number of committed slots; `attention_mask`, (rows, length), is the mask of the prompt, `None`
     without padding; `device` is the device of the tokens, since the layers of an offloaded cache move between devices.

@@ -244,8 +244,8 @@ class EagerEngine:
         assert self._inputs is not None  # set by verify
         return self._inputs
 
-    def top_tokens(self, chosen: Tensor | None = None) -> list[list[int]]:
-        """The top-1 token at each position of the last pass, or the `chosen` one."""
+    def top_tokens(self, chosen: Tensor | None = None, *, runs_ahead: bool = False) -> list[list[int]]:
+        """The top-1 token at each position of the last pass, or the `chosen` one; see `Engine.top_tokens`."""
         return (greedy_tokens(self.logits()) if chosen is None else chosen).tolist()
 
     def commit(self, new_tokens: list[list[int]]) -> None:

@@ -45,7 +45,7 @@ class ExitPasses:
 
     def __init__(self, options: ExitOptions, num_layers: int, rows: int) -> None:
         self.options, self.kept_layers = options, tuple(options.routers.exit_layers)
-        self._segments = list(pairwise([0, *(options.exit_layers if options.may_exit else ()), num_layers]))
+        self._segments = list(pairwise([0, *options.exit_layers, num_layers]))
         self._window: list[list[int]] = [[] for _ in range(rows)]
         self._depths: list[int] = []
         self.exits: list[int] = []  # of each row's last token, the layers after which it was chosen

@@ -85,7 +85,8 @@ class CompiledKind:
         if not isinstance(steps, StepStore):
             return steps
         eager = EagerEngine(model, attachment, call, name="compiled", drafts_with_head=False)
-        return StaticEngine(eager, steps, ExitPasses(options, attachment.structure.num_layers, len(eager.rows)))
+        passes = ExitPasses(options, attachment.structure.num_layers, len(eager.rows)) if options.may_exit else None
+        return StaticEngine(eager, steps, passes)
 
     def _steps_for(self, model: Any, call: Call) -> StepStore | str:
         """The steps that a call can run on; or the reason why it cannot."""

@@ -6,7 +6,8 @@ The eager engine runs prefill into the call's own cache, which is then copied in
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, TypeVar
@@ -101,6 +102,12 @@ class StaticEngine:
         self._logits: Any = None
         self._results: list[list[int]] | None = None
         self._prepared_before = 0  # number of steps prepared before this round
+        self._ahead: int | None = None  # the number of compactions when the next pass was started, if it was
+        self._read_at = 0.0  # when the last results had been read
+
+    @property
+    def _text_config(self) -> Any:
+        return self.eager.model.config.get_text_config()
 
     @property
     def layers_executed(self) -> int:
@@ -254,6 +261,9 @@ class StaticEngine:
         if self.exits is not None:
             self._logits = self.exits.run(self)
             return
+        if self._ahead == self._slots.num_compactions and not any(drafted):
+            self._ahead, self._started = None, self._read_at
+            return
         if self._unread is None:
             self._started = perf_counter()
             self.upload([[last, *tokens] for last, tokens in zip(self.last_tokens, drafted, strict=True)])
@@ -290,11 +300,24 @@ class StaticEngine:
         self.steps.reads += 1
         return self._rows.gather(self.buffers.exit_steps.read())
 
-    def top_tokens(self, chosen: Tensor | None = None) -> list[list[int]]:
+    def top_tokens(self, chosen: Tensor | None = None, *, runs_ahead: bool = False) -> list[list[int]]:
         """The top-1 token at each position, or the `chosen` one, which is read with the rest."""
         if chosen is not None:
             self.buffers.replace_top_tokens(self._own, chosen)
-        return self._read()
+        return self._read(self._run_ahead if runs_ahead and self._may_run_ahead() else None)
+
+    def _may_run_ahead(self) -> bool:
+        """Whether the next pass may start before the host has read this one, which gives each row one token."""
+        is_apart = not self.reads_drafts and self.exits is None and not self.eager.is_returned
+        most, table = self._slots.cache.layers[0].get_max_length(), last_position(self._text_config)
+        is_last = min(self._added) + 2 > self._room or max(map(max, self._positions)) + 2 > (table or math.inf)
+        return is_apart and self._width == 1 and not is_last and self._slots.length + 2 <= most
+
+    def _run_ahead(self) -> None:
+        """Start the next pass, without drafts. It is dropped if there are drafts after all: see `upload`."""
+        self.buffers.advance()
+        self._logits = self.run_step("verify", 1)
+        self._ahead = self._slots.num_compactions
 
     def commit(self, new_tokens: list[list[int]]) -> None:
         """Keep the K/V of the accepted tokens of the last pass; see `Engine.commit`."""
@@ -325,7 +348,7 @@ class StaticEngine:
         self._positions = [self._positions[row] for row in rows]
         self._added = [self._added[row] for row in rows]
         self._accepted = None if self._accepted is None else [self._accepted[row] for row in rows]
-        smaller = self.steps.smaller(self.buffers, len(rows))
+        smaller = self.steps.smaller(self.buffers, len(rows)) if self._ahead is None else None
         if smaller is not None:
             self._move_to(smaller)
         else:
@@ -354,14 +377,17 @@ class StaticEngine:
         """Whether no step was prepared in this round, so that the measured time is that of the passes alone."""
         return self.steps.warm_up.num_prepared == self._prepared_before
 
-    def _read(self) -> list[list[int]]:
+    def _read(self, before_waiting: Callable[[], None] | None = None) -> list[list[int]]:
         """The results of this round for each sequence; the first call in a round waits for the device."""
         if self._results is None:
-            self._results = self._rows.gather(self.steps.read(self.buffers))
+            self._results = self._rows.gather(self.steps.read(self.buffers, before_waiting))
+            self._read_at = perf_counter()
         return self._results
 
     def upload(self, ids: list[list[int]], back: int = 0) -> None:
         """Upload the inputs of the round, which begin `back` tokens before the next one."""
+        if self._ahead is not None:  # the pass that has run ahead is dropped: it has moved the head's hidden states
+            self._ahead = self._accepted = None
         if not back and not self._slots.make_room(WIDEST):  # continue in buffers with more slots
             self._move_to(self.steps.buffers(**self._buffers_needed(self.buffers.cache, self._slots.length)))
         is_compacted = self._slots.num_compactions > self._compactions
@@ -379,7 +405,7 @@ class StaticEngine:
 
         Fixed shapes need a position for padding as well, so an index beyond the table raises no error by itself.
         """
-        table = last_position(self.eager.model.config.get_text_config())
+        table = last_position(self._text_config)
         if table is None or self._position_shape is None:
             return self._highest_position
         reached = min(max(map(max, self._positions)), self._highest_position)  # a stopped row may be one beyond

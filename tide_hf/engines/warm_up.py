@@ -88,6 +88,8 @@ class WarmUp:
 class WarmUpRounds(RowCriterion):
     """Drafts with each head, then arbitrary tokens for each verify width, and then ends all rows."""
 
+    rests = False
+
     def __init__(self) -> None:
         self.engine: Any = None
         self.rounds: list[tuple[str, int]] = []  # steps still to run, as in `StepStore.run`

@@ -119,6 +119,11 @@ class HybridDrafter:
         self._costs: CostTable | None = None  # of the last round's batch
         self._num_rows = self._num_tokens = 0  # of the last round
 
+    @property
+    def rests(self) -> bool:
+        """See `Drafter.rests`."""
+        return self._costs is not None and self._costs.rests
+
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Draft from the best source, continue from another if that pays; draft nothing if plain decoding is best."""
         for exit_layer in self.heads:

@@ -59,6 +59,10 @@ class Draft:
 class Drafter(Protocol):
     """Drafts the tokens of one call."""
 
+    @property
+    def rests(self) -> bool:
+        """Whether the next round is sure to have no drafts, whatever the tokens of this one."""
+
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Draft at most `limits[i]` tokens for row `rows[i]`, for each row that is still in the batch."""
 
@@ -148,8 +152,11 @@ class Engine(DraftEngine, Protocol):
     def inputs(self) -> Tensor:
         """(rows, at least width) tokens that the last pass read: each row's last token, its draft, and padding."""
 
-    def top_tokens(self, chosen: Tensor | None = None) -> list[list[int]]:
-        """The top-1 token at each position of the last pass, or those `chosen` on the device, (rows, width)."""
+    def top_tokens(self, chosen: Tensor | None = None, *, runs_ahead: bool = False) -> list[list[int]]:
+        """The top-1 token at each position of the last pass, or those `chosen` on the device, (rows, width).
+
+        With `runs_ahead`, which says that the next pass will have no drafts, the engine may start it before it waits.
+        """
 
     def commit(self, new_tokens: list[list[int]]) -> None:
         """Retain the K/V of the accepted tokens of the last pass, and roll back the rest.

@@ -116,11 +116,16 @@ class ExitDrafter:
         self.engine: DraftEngine = engine
         self.rule = rule
 
+    @property
+    def rests(self) -> bool:
+        """Whether no score reaches the threshold."""
+        return self.rule.exit_threshold > 1
+
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Let tokens exit, at most `limits[i]` for row `rows[i]`."""
         batch = [self.rule.rows[row] for row in rows]
         starts = [len(row.tokens) for row in batch]
-        if self.rule.exit_threshold <= 1:  # above, no score reaches it
+        if not self.rests:
             self._exit(batch, limits)
         return [Draft().add(row.tokens[start:], DRAFT_HEAD) for row, start in zip(batch, starts, strict=True)]
 
@@ -143,6 +148,8 @@ class ExitDrafter:
 
 class NoDrafter:
     """Drafts nothing: for passes of which each gives one token."""
+
+    rests = True
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Draft nothing."""

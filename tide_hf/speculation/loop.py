@@ -75,7 +75,7 @@ class SpeculativeDecoder:
         engine, rule, batch = self.engine, self.rule, self.batch
         drafts = drafter.draft([row.index for row in batch], self._limits())
         engine.verify([draft.tokens for draft in drafts])
-        logits, top_tokens = self._verified(1 + max(len(draft.tokens) for draft in drafts))
+        logits, top_tokens = self._verified(1 + max(len(draft.tokens) for draft in drafts), drafter.rests)
         for draft, read in zip(drafts, engine.drafted() or [], strict=False):
             draft.tokens = [new if token == UNREAD else token for token, new in zip(draft.tokens, read, strict=True)]
         depths = engine.depths() or [self.stats.num_layers] * len(batch)
@@ -84,13 +84,16 @@ class SpeculativeDecoder:
         self._learn(drafter, drafts, new_tokens)
         self._drop_stopped()
 
-    def _verified(self, width: int) -> tuple[Tensor | None, list[list[int]] | None]:
-        """The logits of the last pass, where the host chooses tokens from them; else the tokens at each position."""
+    def _verified(self, width: int, rests: bool) -> tuple[Tensor | None, list[list[int]] | None]:
+        """The logits of the last pass, where the host chooses tokens from them; else the tokens at each position.
+
+        `rests` says that the next pass will have no drafts.
+        """
         engine, on_device = self.engine, self.rule.on_device
         if on_device is not None:
             inputs = engine.inputs()[:, :width]
             return None, engine.top_tokens(on_device.choose(self.batch, engine.logits()[:, :width], inputs))
-        return (engine.logits(), None) if self.rule.needs_logits else (None, engine.top_tokens())
+        return (engine.logits(), None) if self.rule.needs_logits else (None, engine.top_tokens(runs_ahead=rests))
 
     def _limits(self) -> list[int]:
         """Maximum number of tokens that each row may draft, as its answer, the cache and learned positions allow."""

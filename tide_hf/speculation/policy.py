@@ -114,6 +114,11 @@ class CostTable:
         """Whether drafting may be tried: its costs can be compared, and it has not lost more than it may."""
         return self.ready and self._credit > 0.0
 
+    @property
+    def rests(self) -> bool:
+        """Whether drafting has lost so much that it may not be tried in the next round either."""
+        return self._credit + CREDIT_SHARE <= 0.0
+
     def begin_round(self) -> None:
         """Begin a round; passes since the last one, such as those of a warm-up, are not booked."""
         self._spent = 0.0

@@ -102,6 +102,7 @@ class StepBuffers:
             self.mask = torch.ones((rows, capacity), dtype=torch.int64, device=device)
             self.holes = torch.zeros_like(self.mask) if skips_holes else None
             self._results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, device=device)
+            self._host_results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, pin_memory=device.type == "cuda")
             self.scores = torch.zeros(rows, device=device) if has_scores else None
             if has_head:
                 self.last_hidden_states = torch.zeros((rows, WIDEST, hidden), dtype=dtype, device=device)
@@ -152,6 +153,7 @@ class StepBuffers:
         self.write_mask(mask, holes)
         if self.head is not None:
             self.last_hidden_states[: len(rows)] = other.last_hidden_states[rows]
+            self.prev_hidden_state[: len(rows)] = other.prev_hidden_state[rows]
 
     def write_mask(self, mask: Tensor | None, holes: Tensor | None, start: int = 0) -> None:
         """Upload a (rows, length) attention mask and holes from the CPU, from slot `start` on; `None`: none."""
@@ -192,9 +194,26 @@ class StepBuffers:
         """Put these tokens, (rows, width), in the place of the last pass's top-1 tokens."""
         self._results[rows, : tokens.shape[1]] = tokens
 
-    def read(self) -> list[list[int]]:
-        """Wait for the round; return each row's top-1 tokens and, from index `WIDEST` on, its input tokens."""
-        return self._results.tolist()
+    def read(self, before_waiting: Callable[[], None] | None) -> list[list[int]]:
+        """Wait for the round; return each row's top-1 tokens and, from index `WIDEST` on, its input tokens.
+
+        `before_waiting` may launch passes that overwrite these results on the device.
+        """
+        self._host_results.copy_(self._results, non_blocking=True)
+        copied = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+        if before_waiting is not None:
+            before_waiting()
+        if copied is not None:
+            copied.synchronize()
+        return self._host_results.tolist()
+
+    def advance(self) -> None:
+        """Make each row's top-1 token after its first one the input of the next pass, without the host."""
+        self.start.add_(1)
+        self.positions.add_(1)
+        self.ids[:, 0] = self._results[:, 0]
+        if self.head is not None:
+            self.prev_hidden_state.copy_(self.last_hidden_states[:, :1])
 
     def state(self) -> list[Tensor]:
         """The tensors that a trial run of a step changes and that have to be restored."""

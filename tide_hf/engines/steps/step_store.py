@@ -162,10 +162,10 @@ class StepStore:
         self.replays += 1
         return step
 
-    def read(self, buffers: StepBuffers) -> list[list[int]]:
-        """Wait for the steps' results and return them."""
+    def read(self, buffers: StepBuffers, before_waiting: Callable[[], None] | None = None) -> list[list[int]]:
+        """Wait for the steps' results and return them; see `StepBuffers.read`."""
         self.reads += 1
-        return buffers.read()
+        return buffers.read(before_waiting)
 
     def _prepare(self, buffers: StepBuffers, kind: str, size: Any) -> Step:
         step = Step()
