@@ -65,7 +65,8 @@ def _export(model: Path, folder: Path, weights: str, *more: str) -> None:
     line = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--model", model, *more]
     line += ["--task", "text-generation-with-past", "--weight-format", weights, folder]
     modules = {"HF_MODULES_CACHE": str(folder.with_name("modules"))}
-    subprocess.run(line, check=True, stdout=sys.stderr, env=os.environ | modules)
+    if subprocess.run(line, check=False, stdout=sys.stderr, env=os.environ | modules).returncode:
+        sys.exit(1)  # what it has written last is the reason
 
 
 def _export_head(head: Path, model: Path, folder: Path) -> Path:

@@ -42,7 +42,7 @@ SUMMARY = {
     "self_speculative, warmed up": "with tide_hf, after `model.tide_warm_up()`",  # in results of earlier versions
     "no drafts, compiled": 'with tide_hf, `engine="compiled"`, no drafts: the engine alone',
     "self_speculative, n-grams only, compiled": 'with tide_hf, `engine="compiled"`, drafts from n-grams alone',
-    "self_speculative, compiled": 'with tide_hf, `engine="compiled"`, all drafts',
+    "self_speculative, compiled": 'with tide_hf, `engine="compiled"`',
 }
 LOSSLESS = ("generate", "prompt_lookup", "ngrams", "heads", "no_kernels", "self_speculative")
 
