@@ -91,10 +91,11 @@ def test_what_the_pages_say_beside_other_engines_was_measured():
     compiled = 'with tide_hf, `engine="compiled"`'
     names = ("bfloat16", "peers-intel", "peers-second-model", "peers-third-model")
     here, intel, second, third = map(speeds_of, names)
+    without = intel["with tide_hf, without a C++ compiler"]
     said = f"in bfloat16 the default gives {here['with tide_hf']} there, compiled {here[compiled]}, and in float32 "
-    said += f"Qwen2.5-Coder-0.5B {second[compiled]} and gemma-3-270m {third[compiled]}, compiled. An earlier version on "
-    said += f"an Intel Xeon, without kernels by default, gave {intel['with tide_hf, without a C++ compiler']}, compiled "
-    said += f"{intel[compiled]}, OpenVINO {intel['OpenVINO GenAI']}."
+    said += f"Qwen2.5-Coder-0.5B {second[compiled]} and gemma-3-270m {third[compiled]}, compiled. An earlier version "
+    said += f"on an Intel Xeon, without kernels by default, gave {without}, compiled {intel[compiled]}, OpenVINO "
+    said += f"{intel['OpenVINO GenAI']}."
     assert said in " ".join(report.README.read_text(encoding="utf-8").split())
     peers, int8 = (report.read_results(RESULTS / name)["decode"] for name in ("peers-intel", "peers-int8-intel"))
     measuring = report.PAGES[1].read_text(encoding="utf-8")
