@@ -205,8 +205,9 @@ class StaticEngine:
         self._rows = RowMap(rows, buffers.rows)
         mask = mask[self._rows.shown] if mask is not None else None
         buffers.load(cache, length, mask, eager.head.prev_hidden_state if eager.head is not None else None)
+        threshold, cpu = eager.slots.compaction_threshold, torch.device("cpu")
         compacts = eager.slots.has_windows and not self._skips_holes
-        self._slots = StaticCacheSlots(buffers.cache, length, mask, eager.slots.compaction_threshold, compacts)
+        self._slots = StaticCacheSlots(buffers.cache, length, mask, threshold, cpu, has_windows=compacts)
         self._masked = length
         self._positions = [[0]] * rows if positions is None else positions.reshape(-1, rows).T.tolist()
         self._highest_position = max(map(max, self._positions)) + room - 1

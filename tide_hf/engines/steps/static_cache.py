@@ -121,18 +121,7 @@ def give_back(cache: Cache, source: Cache, length: int) -> None:
 
 
 class StaticCacheSlots(CacheSlots):
-    """The slots of a batch's static cache. Masks and holes are tracked on the CPU, without reads from the device."""
-
-    def __init__(
-        self,
-        cache: Cache,
-        length: int,
-        attention_mask: Tensor | None,
-        compaction_threshold: float,
-        has_windows: bool = False,
-    ) -> None:
-        device = torch.device("cpu")
-        super().__init__(cache, length, attention_mask, compaction_threshold, device, has_windows=has_windows)
+    """The slots of a batch's static cache, with `device` the CPU: masks and holes are tracked without device reads."""
 
     def make_room(self, width: int) -> bool:
         """Compact the cache if `width` more slots would not fit; return whether they fit afterwards."""
