@@ -20,6 +20,7 @@ ORDER = (
     "engines",
     "generation",
     "model",
+    "auto_classes",
     "logits_process",
     "calibration",
     "evaluation",
@@ -41,14 +42,18 @@ def imports_of(module):
     """The modules of the package that one imports, anywhere in its file."""
     package = module.split(".") if MODULES[module].name == "__init__.py" else module.split(".")[:-1]
     for node in NODES[module]:
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+        if isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
             for alias in node.names:
                 inner = ".".join([*base, alias.name])
                 yield inner if inner in MODULES else ".".join(base)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
-IMPORTS = {module: set(imports_of(module)) - {module, "tide_hf"} for module in MODULES if module != "tide_hf"}
+IMPORTS = {module: {need for need in imports_of(module) if need in MODULES} - {module} for module in MODULES}
+ROOT_IMPORTS = IMPORTS.pop("tide_hf")
 
 
 def test_rooms_import_one_way():
@@ -57,6 +62,14 @@ def test_rooms_import_one_way():
     assert len(pairs) > 300  # they are found at all
     assert set(room.values()) == set(ORDER)
     assert [pair for pair in pairs if ORDER.index(room[pair[1]]) > ORDER.index(room[pair[0]])] == []
+
+
+def test_no_module_imports_the_root_which_imports_them():
+    """Its own imports come before every module's, so they are few and need no other."""
+    assert [module for module, needed in IMPORTS.items() if "tide_hf" in needed] == []
+    at_once = {"tide_hf.common.version", "tide_hf.hub.registration"}
+    assert at_once <= ROOT_IMPORTS
+    assert [need for module in at_once for need in IMPORTS[module]] == []
 
 
 def test_no_module_needs_itself():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .common.version import __version__
 from .hub.registration import register_with_transformers
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from .routers.config import TIDEConfig
     from .routers.routers import TIDERouters
 
-__version__ = "0.1.0"
-
 __all__ = [
     "DraftStreamer",
     "ExitStats",
@@ -28,6 +27,7 @@ __all__ = [
     "TIDEModelForCausalLM",
     "TIDERouters",
     "UnsupportedModelError",
+    "__version__",
     "calibrate",
 ]
 
@@ -55,4 +55,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-register_with_transformers()
+register_with_transformers(f"{__name__}.auto_classes")

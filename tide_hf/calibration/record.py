@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +12,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from ..base_model.structure import DecoderStructure
+from ..common.version import __version__
 from ..hub.provenance import machine
 from ..routers.routers import TIDERouters
 from ..routers.tables import describe_thresholds, rich_table, tables_of
@@ -36,7 +36,6 @@ def calibration_record(
 ) -> dict[str, Any]:
     """The measurements of a calibration, ready for JSON."""
     sizes = layer_sizes(routers, structure)
-    own = sys.modules[__package__.partition(".")[0]].__version__
     return {
         "exit_layers": {layer: row | sizes[layer] for layer, row in layer_figures(decisions, choice.chosen).items()},
         "threshold": asdict(choice),
@@ -44,7 +43,7 @@ def calibration_record(
         "num_documents": len(documents),
         "num_tokens": num_positions(documents),
         "splits": {name: {"documents": len(part), "tokens": num_positions(part)} for name, part in splits.items()},
-        "versions": {"tide_hf": own, "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {"tide_hf": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
         "machine": machine(routers.device),
     }
 

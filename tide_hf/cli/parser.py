@@ -11,9 +11,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
 from ..common.choices import DEFAULT_MODEL, DTYPES, ENGINES, LABELS, MODES, REMEMBERED_TOKENS, STRATEGIES
 from ..common.errors import ConfigurationError
+from ..common.version import __version__
 from .prompts import given_prompts, read_prompt
 
 ALL = "all"

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from .files import cache_folder, write_atomically
+from .version import __version__
 
 KEPT_DAYS = 30  # for a cooler, a driver or a kernel update may change what is the fastest
 FILE = "measurements.json"

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-import tide_hf
-
 from ..base_model.structure import input_device
 from ..common.measurements import cpu_name
+from ..common.version import __version__
 
 PACKAGES = ("transformers", "accelerate", "huggingface-hub", "safetensors")
 
@@ -36,7 +35,7 @@ def provenance(model: Any) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "commit": commit(),
-        "versions": {"tide-hf": tide_hf.__version__, "torch": torch.__version__}
+        "versions": {"tide-hf": __version__, "torch": torch.__version__}
         | {name: metadata.version(name) for name in PACKAGES},
     }
 

@@ -13,8 +13,8 @@ from huggingface_hub.errors import HTTPError  # from httpx or httpx2, depending 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedModel
 
-from .. import __version__
 from ..common.errors import ConfigurationError, HubError, quoted
+from ..common.version import __version__
 from .card import write_head_card, write_model_card
 from .config import invalid
 from .files import OTHERS, write_speculators

@@ -12,11 +12,9 @@ import transformers  # not `from transformers import`, since its auto classes ma
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedConfig
 
-import tide_hf
-
-from ..common.errors import ConfigurationError
-from ..routers.config import FOR_BOTH, TIDEConfig, bad_file, check_field, holds_routers
-from ..routers.files import SPECULATORS
+from .common.errors import ConfigurationError
+from .routers.config import FOR_BOTH, TIDEConfig, bad_file, check_field, holds_routers
+from .routers.files import SPECULATORS
 
 # Arguments of `from_pretrained` that concern the routers' repository only, or that transformers' auto class adds.
 OWN = ("revision", "subfolder", "code_revision", "config", "_commit_hash", "_from_auto")
@@ -50,6 +48,9 @@ class TIDEAutoModel:
             ConfigurationError: The config names no base model that can be loaded.
             RoutersFileError: The repository also has an adapter, which transformers would load into the base model.
         """
+        from .model import TIDEModelForCausalLM  # noqa: PLC0415 (torch takes seconds, and configs do not need it)
+        from .routers.routers import TIDERouters  # noqa: PLC0415
+
         shared = _chosen(kwargs, FOR_BOTH)
         base = base_of(name_or_path, config, **shared)
         options = {name: value for name, value in kwargs.items() if name not in OWN}
@@ -61,10 +62,8 @@ class TIDEAutoModel:
             options["adapter_kwargs"] = {**options["adapter_kwargs"], "revision": config.base_model_revision}
         # In float32, since the config's dtype is that requested for the base model; `attach` casts the routers.
         where = shared | _chosen(kwargs, ("revision", "subfolder"))
-        routers = tide_hf.TIDERouters.from_pretrained(name_or_path, config=config, dtype="float32", **where)
-        return tide_hf.TIDEModelForCausalLM.from_pretrained(
-            base, routers, revision=config.base_model_revision, **options
-        )
+        routers = TIDERouters.from_pretrained(name_or_path, config=config, dtype="float32", **where)
+        return TIDEModelForCausalLM.from_pretrained(base, routers, revision=config.base_model_revision, **options)
 
 
 class TIDEAutoTokenizer:
