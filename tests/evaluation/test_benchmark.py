@@ -115,7 +115,7 @@ def test_without_drafts_the_same_engine_gives_a_token_a_pass(tiny_llama):
     prompt = {"input_ids": torch.tensor([[3, 4, 5] * 4])}
     run = benchmark.timed_run(benchmark.without_drafts(drafted), prompt, 24)
     assert run.new_tokens == benchmark.timed_run(plain, prompt, 24).new_tokens
-    assert (run.stats.rounds, run.stats.drafted, run.stats.engine) == (23, 0, "eager")
+    assert (run.stats.rounds, run.stats.drafted, run.stats.engine, run.stats.dtype) == (23, 0, "eager", "float32")
     assert drafted.model._tide.answers.num_tokens == 0  # a later run with drafts has not seen the answer
 
 
