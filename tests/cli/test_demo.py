@@ -28,6 +28,7 @@ def test_both_answers_to_each_prompt_then_one_table_and_the_figures_as_json(
     command, routers_folder, monkeypatch, capsys
 ):
     monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
+    monkeypatch.setattr(demo, "MAX_SECONDS", float("inf"))
     options = ["--routers", str(routers_folder), "--json", "--prompt", "abcabcabc", "--prompt", "hello"]
     assert main([*command, *options, "--threads", "1"]) == 0
     captured = capsys.readouterr()
