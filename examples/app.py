@@ -22,7 +22,16 @@ from tide_hf.cli.prompts import PROMPTS, check_room
 from tide_hf.common.draft_streamer import DraftStreamer
 from tide_hf.common.errors import TIDEError
 from tide_hf.common.token_ids import encode_prompt
-from tide_hf.evaluation.benchmark import Result, Run, compare, tide_method, tide_methods, timed_run, usable_threshold
+from tide_hf.evaluation.benchmark import (
+    Result,
+    Run,
+    compare,
+    runs_note,
+    tide_method,
+    tide_methods,
+    timed_run,
+    usable_threshold,
+)
 
 WAITING = "Measuring against plain `generate` …"
 
@@ -108,6 +117,7 @@ def table(results: Sequence[Result]) -> str:
         "| --- | --- | --- | --- | --- |",
         f"| generate | {plain.tokens_per_s:.1f} | 1.00 | | |",
         f"| {tide.method.name} | {tide.tokens_per_s:.1f} | {speedup} | {accepted} | {tokens} |",
+        f"\n{runs_note(results)}",
     ]
     return "\n".join(lines)
 

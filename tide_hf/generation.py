@@ -45,6 +45,7 @@ class TIDEGenerationMixin:
 
     config: Any
     generation_config: Any
+    dtype: Any
     _tide: Attachment
     last_exit_stats: ExitStats | None
 
@@ -104,6 +105,7 @@ class TIDEGenerationMixin:
             result, stats = self._tide_exit(call, mode, engine)
         attachment.num_decoded += stats.total_tokens / len(input_ids)
         stats.warm_up_s = attachment.engines[engine].warm_up_seconds - warm_up_seconds
+        stats.dtype = str(self.dtype).removeprefix("torch.")
         self.last_exit_stats = stats
         return result
 
@@ -214,6 +216,7 @@ class TIDEGenerationMixin:
             stats.layers_executed = depth * rows * passes
             stats.per_token = _depths([[depth] * rows] * passes, result, call)
             stats.sources = sources_of_depths(stats.per_token, depth)
+        stats.dtype = str(self.dtype).removeprefix("torch.")
         self.last_exit_stats = stats
         return result
 

@@ -187,6 +187,7 @@ def test_a_fallback_is_warned_of_once_and_stands_in_the_statistics(caplog):
     assert {depth for row in stats.per_token for depth in row} == {4}
     assert stats.layers_executed == 4 * 3 * new
     assert "decoded plainly, without TIDE: " in stats.summary()
+    assert stats.summary().endswith("engine 'eager', float32")
 
 
 def test_failed_calls_and_other_decoding_loops_leave_no_statistics():

@@ -2,7 +2,10 @@
 
 import io
 import json
+from types import SimpleNamespace
 
+import pytest
+import torch
 from families import tiny_model
 from rich.console import Console
 
@@ -20,10 +23,11 @@ def test_a_table_of_plain_decoding_transformers_and_ours(tiny_model_folder, rout
     captured = capsys.readouterr()
     assert "2 prompts, 4 layers, greedy" in captured.out
     table = captured.out.partition("\u2500\n")[2].splitlines()
-    names = ["generate", "prompt_lookup_num_tokens=10", "assistant_early_exit=2", "self_speculative"]
-    assert [line.split()[0] for line in table[:6]] == [*names, "early_exit", "post_hoc"]
-    assert [line.rstrip().endswith("yes") for line in table[:4]] == [False, True, True, True]
-    assert "one run after an untimed one" in " ".join(captured.out.split())
+    names = ["generate", "prompt_lookup_num_tokens=10", "assistant_early_exit=2", "engine", "self_speculative"]
+    assert [line.split()[0] for line in table[:7]] == [*names, "early_exit", "post_hoc"]
+    assert [line.rstrip().endswith("yes") for line in table[:5]] == [False, True, True, True, True]
+    assert table[3].startswith("engine alone, no drafts")
+    assert "one run each, so speeds are unsteady, after an untimed one" in " ".join(captured.out.split())
     assert "\u2026" not in captured.out
     assert "left out" not in captured.out
 
@@ -56,19 +60,27 @@ def test_a_method_that_the_model_does_not_support_is_left_out_and_named(tiny_tok
     out = capsys.readouterr().out
     assert "assistant_early_exit=2: left out, since this model does not support it (IndexError: " in out
     assert "self_speculative" in out
-    assert out.count("yes") == 2
+    assert out.count("yes") == 3
 
 
-def test_a_lossless_mode_whose_tokens_differ_gets_no_speed_up():
+@pytest.mark.parametrize(
+    ("dtype", "speedup", "shown", "note"),
+    [
+        ("float32", None, "differs", "tokens differ from generate's, which in float32 is an error"),
+        ("bfloat16", 1.5, "1.50", "as it does between generate and generate in another batch"),
+    ],
+)
+def test_a_lossless_mode_whose_tokens_differ_gets_a_speed_up_below_float32_alone(dtype, speedup, shown, note):
     run = Run(1.0, [0, 1], ExitStats("self_speculative", 4, per_token=[[4, 4]]))
-    plain = Result(DecodingMethod("generate", None), [PromptResult([run])], speedup=1.0)
-    other = Result(DecodingMethod("self_speculative", None), [PromptResult([run], equal=False)], speedup=None)
+    model = SimpleNamespace(dtype=getattr(torch, dtype))
+    plain = Result(DecodingMethod("generate", model), [PromptResult([run])], speedup=1.0)
+    other = Result(DecodingMethod("self_speculative", model), [PromptResult([run], equal=False)], speedup=speedup)
     console = Console(file=io.StringIO(), width=80)
     console.print(comparison_table([plain, other], num_layers=4))
     (row,) = (line for line in console.file.getvalue().splitlines() if "self_speculative" in line)
-    assert "differs" in row
+    assert row.split()[2] == shown
     assert "0 of 1" in row
-    assert any("no speed-up is given" in note for note in notes([plain, other], 2, 1))
+    assert [note in line for line in notes([plain, other], 2)] == [False, True]
 
 
 def test_suites_are_run_by_the_examples_of_a_clone(monkeypatch):

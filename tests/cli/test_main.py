@@ -1,6 +1,7 @@
 """`main`: exit statuses, errors on standard error, the standard streams, and the warning of a busy machine."""
 
 import io
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,27 @@ def test_the_slow_import_is_shown_on_a_terminal(monkeypatch, line, is_terminal, 
     monkeypatch.setattr("tide_hf.cli.main.import_module", Mock())
     assert main(line) == 0
     assert ("Importing PyTorch" in stream.getvalue()) is shown
+
+
+def test_of_what_torchao_logs_on_import_only_the_known_noise_is_dropped(monkeypatch, caplog):
+    logged = {
+        "torchao": [
+            "Failed to load /torchao/_C_cutlass_90a.abi3.so: Could not load",
+            "Failed to load /torchao/_C.so: a",
+        ],
+        "torch.utils._pytree": ["<enum 'A'> is an Enum subclass and is now natively supported by torch.compile", "b"],
+    }
+
+    def imported(*_):
+        for name, (noise, other) in logged.items():
+            logging.getLogger(name).warning("%s", noise)
+            logging.getLogger(name).warning("%s", other)
+        return Mock()
+
+    monkeypatch.setattr("tide_hf.cli.main.import_module", imported)
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda: True, write=Mock(), flush=Mock()))
+    assert main(["completion", "bash"]) == 0
+    assert caplog.messages == [other for _, other in logged.values()]
 
 
 def in_a_shell(line):

@@ -173,7 +173,7 @@ def test_the_plot_shows_sources_and_depths_and_a_notebook_shows_it_without_pyplo
 
 def test_figures_are_derived_from_the_counts():
     stats = ExitStats("self_speculative", 10, layers_executed=45, per_token=[[10, 4, 0, 10, 10]])
-    stats.rounds, stats.drafted, stats.accepted = 3, 4, 2
+    stats.rounds, stats.drafted, stats.accepted, stats.dtype = 3, 4, 2, "float32"
     assert stats.total_tokens == 5
     assert stats.exits_per_layer == {0: 1, 4: 1}
     assert stats.exit_rate == 0.4
@@ -185,9 +185,9 @@ def test_figures_are_derived_from_the_counts():
     assert found.keys() == vars(stats).keys() | derived | {"mean_acceptance_length"}
     assert found["acceptance_rate"] == 0.5
     assert stats.summary().splitlines() == [
-        "self_speculative: 5 tokens, 9.0 of 10 layers per token (90%)",
-        "2 of 4 draft tokens accepted (50%), 1.67 tokens per round",
-        "no layer: 1 tokens (20%)",
+        "self_speculative: 5 tokens, 9.0 of 10 layers per token (90%), engine 'eager', float32",
+        "2 of 4 draft tokens accepted (50%), 1.67 tokens a pass",
+        "drafted by n-grams or the draft head, before any layer ran: 1 tokens (20%)",
         "exit layer 4: 1 tokens (20%)",
     ]
     empty = ExitStats("early_exit", 10)

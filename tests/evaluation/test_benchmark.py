@@ -81,15 +81,42 @@ def test_ratios_are_of_medians_and_leave_the_warm_up_out(stub):
     assert results[1].acceptance_rate == 3 / 4
 
 
-@pytest.mark.parametrize("lossless", [True, False])
-def test_a_lossless_method_with_other_tokens_gets_no_speedup(stub, lossless):
+@pytest.mark.parametrize(
+    ("lossless", "dtype", "speedup"),
+    [(True, torch.float32, None), (True, torch.bfloat16, 2.0), (False, torch.float32, 2.0)],
+)
+def test_only_in_float32_a_lossless_method_with_other_tokens_gets_no_speedup(stub, lossless, dtype, speedup):
     plain = stub("plain", [1, 2, 3, 4], [1.0])
     other = stub("other", [1, 2, 9, 4], [0.5], lossless=lossless)
+    other.model.dtype = dtype
     result = benchmark.compare([plain, other], prompts(1), max_new_tokens=4, repeats=1)[1]
     assert result.num_equal == 0
     assert result.same_start == 0.5
-    assert result.to_dict()["speedup"] == result.speedup == (None if lossless else 2.0)
+    assert result.to_dict()["speedup"] == result.speedup == speedup
     assert benchmark.same_start([1, 2], [1, 2, 3]) == benchmark.same_start([], [1]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ([1.0], "one run each, so speeds are unsteady"),
+        ([1.0, 1.2, 0.9], "median of 3 interleaved runs"),
+        ([1.0, 3.0, 1.5], "median of 3 interleaved runs (unsteady: those of a prompt differ by a factor of 3.0)"),
+    ],
+)
+def test_the_note_says_what_a_speed_is_and_whether_it_is_steady(stub, seconds, said):
+    methods = stub("plain", [1, 2], [1.0]), stub("other", [1, 2], [9.0, *seconds])
+    results = benchmark.compare(methods, prompts(1), max_new_tokens=2, repeats=len(seconds))
+    assert benchmark.runs_note(results) == said
+
+
+def test_without_drafts_the_same_engine_gives_a_token_a_pass(tiny_llama):
+    plain, drafted = tide_methods(tiny_llama(eos_token_id=None), None, ["self_speculative"])
+    prompt = {"input_ids": torch.tensor([[3, 4, 5] * 4])}
+    run = benchmark.timed_run(benchmark.without_drafts(drafted), prompt, 24)
+    assert run.new_tokens == benchmark.timed_run(plain, prompt, 24).new_tokens
+    assert (run.stats.rounds, run.stats.drafted, run.stats.engine, run.stats.dtype) == (23, 0, "eager", "float32")
+    assert drafted.model._tide.answers.num_tokens == 0  # a later run with drafts has not seen the answer
 
 
 def test_the_baseline_shares_the_weights_and_runs_no_code_of_this_library(tiny_llama, monkeypatch):

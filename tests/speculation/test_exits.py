@@ -87,7 +87,7 @@ def test_the_statistics_count_the_passes_that_remain():
     assert stats.rounds == flat.count(LAYERS) - 1  # without prefill
     assert stats.accepted == flat.count(0) == stats.exits_per_layer[0]
     assert stats.mean_acceptance_length == pytest.approx(1 + flat.count(0) / stats.rounds)
-    tokens = f"{stats.accepted} tokens exited with the draft head, {stats.mean_acceptance_length:.2f} tokens per full-"
+    tokens = f"{stats.accepted} tokens exited with the draft head, {stats.mean_acceptance_length:.2f} tokens a pass"
     assert tokens in stats.summary()
 
 

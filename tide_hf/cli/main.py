@@ -6,6 +6,7 @@ import argparse
 import io
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -18,6 +19,10 @@ from .parser import make_parser
 EXIT_USAGE = 2  # also the status that argparse exits with
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+# What torchao logs as warnings wherever transformers finds it, by these loggers: on parts for GPUs that are not there,
+# and on its own calls of PyTorch.
+TORCHAO_LOGGERS = ("torchao", "torch.utils._pytree")
+TORCHAO_NOISE = re.compile("Failed to load .*_C_(mxfp8|cutlass)|is an Enum subclass and is now natively supported")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,11 +68,17 @@ def _run(args: argparse.Namespace) -> None:
     """Prepare the arguments, then import the command's module, which may take seconds, and run the command."""
     if hasattr(args, "prepare"):
         args.prepare(args)
+    for name in TORCHAO_LOGGERS:
+        logging.getLogger(name).addFilter(_is_no_noise)
     with _importing(args):
         command = import_module(f".{args.command}", __package__)
     if args.command != "completion" and not sys.stderr.isatty():
         import_module("transformers.utils.logging").disable_progress_bar()
     command.run(args)
+
+
+def _is_no_noise(record: logging.LogRecord) -> bool:
+    return TORCHAO_NOISE.search(record.getMessage()) is None
 
 
 def _importing(args: argparse.Namespace) -> AbstractContextManager[None]:

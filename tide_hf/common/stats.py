@@ -28,6 +28,7 @@ class ExitStats:
         mlp_tokens_skipped: Prompt tokens that an MLP skipped, counted once per layer (`early_exit` with
             `exits_in_prompt`).
         engine: The engine that ran the layers.
+        dtype: The model's dtype.
         fallback_reason: Why transformers' own loop decoded the call at full depth; `None` if TIDE decoded it. After
             a fallback, `layers_executed` is that of plain decoding.
         warm_up_s: Seconds that the call spent on engine warm-up, which later calls do not need.
@@ -43,6 +44,7 @@ class ExitStats:
     accepted: int = 0
     mlp_tokens_skipped: int = 0
     engine: str = "eager"
+    dtype: str = ""
     fallback_reason: str | None = None
     warm_up_s: float = field(default=0.0, compare=False)
 
@@ -84,23 +86,16 @@ class ExitStats:
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     def headlines(self) -> list[str]:
-        """Depth and acceptance of the call in a few lines."""
-        layers = self.depth_fraction * self.num_layers
+        """Depth, engine and acceptance of the call in a few lines."""
         lines = [] if self.fallback_reason is None else [f"decoded plainly, without TIDE: {self.fallback_reason}"]
         lines.append(
-            f"{self.mode}: {self.total_tokens} tokens, {layers:.1f} of {self.num_layers} layers per token "
-            f"({self.depth_fraction:.0%})"
+            f"{self.mode}: {self.total_tokens} tokens, {self.depth_fraction * self.num_layers:.1f} of "
+            f"{self.num_layers} layers per token ({self.depth_fraction:.0%}), engine {self.engine!r}, {self.dtype}"
         )
-        if self.rounds and self.mode == "early_exit":
-            lines.append(
-                f"{self.accepted} tokens exited with the draft head, {self.mean_acceptance_length:.2f} tokens per "
-                "full-depth pass"
-            )
-        elif self.rounds:
-            lines.append(
-                f"{self.accepted} of {self.drafted} draft tokens accepted ({self.acceptance_rate:.0%}), "
-                f"{self.mean_acceptance_length:.2f} tokens per round"
-            )
+        if self.rounds:
+            drafts = f"of {self.drafted} draft tokens accepted ({self.acceptance_rate:.0%})"
+            outcome = "tokens exited with the draft head" if self.mode == "early_exit" else drafts
+            lines.append(f"{self.accepted} {outcome}, {self.mean_acceptance_length:.2f} tokens a pass")
         if self.warm_up_s:
             lines.append(f"{self.warm_up_s:.1f} s to warm up engine={self.engine!r}, once")
         return lines
@@ -109,7 +104,7 @@ class ExitStats:
         """The headlines, and the number of tokens by exit layer."""
         lines = self.headlines()
         for layer, count in self.exits_per_layer.items():
-            where = "no layer" if layer == 0 else f"exit layer {layer}"
+            where = f"exit layer {layer}" if layer else "drafted by n-grams or the draft head, before any layer ran"
             lines.append(f"{where}: {count} tokens ({count / self.total_tokens:.0%})")
         return "\n".join(lines)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean, median
 from time import perf_counter
 from typing import Any
@@ -25,11 +25,13 @@ from ..common.stats import ExitStats
 from ..model import TIDEModelForCausalLM
 from ..routers.config import NEVER_EXIT, check_exit_threshold
 from ..routers.routers import TIDERouters
+from ..speculation.exits import NoDrafter
 from ..speculation.prefill import num_shared
 
 MAX_WARM_UPS = 6  # maximum number of runs until one compiles nothing, since each run may need new pass widths
 DEFAULT_EXIT_THRESHOLD = 0.9  # for the approximate modes, if the calibrated threshold lets no token exit
 TRIAL_TOKENS = 8  # enough for one draft and verify round
+UNSTEADY = 1.5  # ratio between the fastest and the slowest run of a prompt above which a note says so
 FAILURES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -42,6 +44,11 @@ class DecodingMethod:
     options: dict[str, Any] = field(default_factory=dict)
     lossless: bool = True  # whether the method claims to give the plain model's own tokens
     exit_threshold: float | None = None
+
+    @property
+    def must_be_equal(self) -> bool:
+        """Whether other tokens than the plain model's are an error: below float32 rounding decides near-ties."""
+        return self.lossless and getattr(self.model, "dtype", None) not in (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ class Result:
 
     method: DecodingMethod
     prompts: list[PromptResult]
-    # Tokens per second, divided by the plain model's; None if a method that claims to be lossless is not.
+    # Tokens per second, divided by the plain model's; None if the tokens differ and must not.
     speedup: float | None = None
     warm_up_s: float = 0.0  # seconds of engine warm-up, in runs that were then repeated
 
@@ -104,6 +111,12 @@ class Result:
         tokens = [len(prompt.runs[0].new_tokens) for prompt in self.prompts]
         seconds = [count / prompt.tokens_per_s for count, prompt in zip(tokens, self.prompts, strict=True)]
         return sum(tokens) / sum(seconds)
+
+    @property
+    def spread(self) -> float:
+        """The ratio between the fastest and the slowest run of a prompt, maximum over prompts."""
+        rates = [[run.tokens_per_s for run in prompt.runs] for prompt in self.prompts]
+        return max(max(one) / min(one) for one in rates)
 
     @property
     def num_equal(self) -> int:
@@ -165,13 +178,23 @@ def compare(
         _warm_run(result, inputs[0], max_new_tokens)
         progress()
     for _ in range(repeats):
-        for position, prompt in enumerate(inputs):
-            for result in results:
-                result.prompts[position].runs.append(_warm_run(result, prompt, max_new_tokens))
-                progress()
+        run_each(results, inputs, max_new_tokens, progress)
     for result in results:
         compare_with(results[0], result)
     return results
+
+
+def run_each(
+    results: Sequence[Result],
+    inputs: Sequence[dict[str, torch.Tensor]],
+    max_new_tokens: int,
+    progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Add one timed run of each method on each prompt to the results."""
+    for position, prompt in enumerate(inputs):
+        for result in results:
+            result.prompts[position].runs.append(_warm_run(result, prompt, max_new_tokens))
+            progress()
 
 
 def count_runs(num_methods: int, num_prompts: int, repeats: int) -> int:
@@ -203,8 +226,17 @@ def compare_with(plain: Result, result: Result) -> None:
         prompt.equal = all(expected.new_tokens == run.new_tokens for expected, run in pairs)
         prompt.same_start = min(same_start(expected.new_tokens, run.new_tokens) for expected, run in pairs)
         prompt.speedup = prompt.tokens_per_s / reference.tokens_per_s
-    if not result.method.lossless or result.num_equal == len(result.prompts):
+    if not result.method.must_be_equal or result.num_equal == len(result.prompts):
         result.speedup = result.tokens_per_s / plain.tokens_per_s
+
+
+def runs_note(results: Sequence[Result]) -> str:
+    """What the speeds of a table are figures of, and whether they are steady."""
+    repeats, spread = len(results[0].prompts[0].runs), max(result.spread for result in results)
+    if repeats == 1:
+        return "one run each, so speeds are unsteady"
+    note = f"median of {repeats} interleaved runs"
+    return f"{note} (unsteady: those of a prompt differ by a factor of {spread:.1f})" if spread > UNSTEADY else note
 
 
 def timed_run(
@@ -278,6 +310,12 @@ def tide_method(attached: Any, mode: str, exit_threshold: float) -> DecodingMeth
         return DecodingMethod(mode, attached, {"tide_mode": mode})
     options = {"tide_mode": mode, "exit_threshold": exit_threshold}
     return DecodingMethod(mode, attached, options, lossless=False, exit_threshold=exit_threshold)
+
+
+def without_drafts(method: DecodingMethod) -> DecodingMethod:
+    """`method` on the same attached model, but nothing drafts: the speed of its engine alone."""
+    options = {"custom_generate": type(method.model)._sample, "make_drafter": lambda *_: NoDrafter()}
+    return replace(method, name="engine alone, no drafts", options=method.options | options)
 
 
 def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None, mode: str = "early_exit") -> float:
