@@ -221,7 +221,10 @@ class TIDEGenerationMixin:
         return result
 
     def tide_release(self) -> None:
-        """Free the memory that TIDE retains between calls; later calls allocate it again."""
+        """Free the memory that TIDE retains between calls; later calls allocate it again.
+
+        What a call in another thread uses meanwhile is freed when that call ends.
+        """
         self._tide.release()
 
     def tide_warm_up(

@@ -13,7 +13,7 @@ import torch
 from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import ATTENTION, SDPA, slow_but, tiny_model
-from on_steps import ATTACH, FEW, NEW, OPTIONS, UNTRACED, WINDOWED, linear_heads, new_tokens, prompts
+from on_steps import ATTACH, FEW, NEW, OPTIONS, WINDOWED, linear_heads, new_tokens, prompts
 from transformers import LogitsProcessor
 
 DRAFTERS = ("none", "right", "wrong", "random", "mixed", "exit heads", "draft head")
@@ -135,8 +135,6 @@ def check_engine(stats, case, steps, replays_before):
     assert stats.fallback_reason is None
     if case.engine == "eager":
         assert stats.engine == "eager"
-    elif case.engine == "compiled" and case.family in UNTRACED:
-        assert steps.refused is not None
     elif case.has_steps:
         assert stats.engine == "compiled"
         assert steps.replays > replays_before

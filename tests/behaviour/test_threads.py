@@ -3,14 +3,17 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import on_steps
 import pytest
 import torch
-from families import prompt
-from on_steps import attach_without_compiler, steps_of
+from drafters import use_heads
+from families import prompt, tiny_model
+from on_steps import attach_captured, attach_compiled, attach_without_compiler, linear_heads, steps_of
 from skipping_calls import OPTIONS, attached
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, StoppingCriteria
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.base_model.unembed import DraftUnembed
 from tide_hf.engines.steps import graphs
 
 
@@ -62,6 +65,79 @@ def test_first_calls_on_compiled_engines_at_once(tiny_llama, monkeypatch, caplog
     for model in models:
         assert steps_of(model).refused is None
         assert steps_of(model).prompts.refused == {}
+
+
+class DuringACall(StoppingCriteria):
+    """Runs a function at each token of a call."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.function()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("attach", [attach_compiled, attach_captured])
+def test_a_call_keeps_what_another_thread_releases(attach, rows):
+    """From the first token on, when the call has no buffers yet; they are freed at its end."""
+    model, batch = tiny_model("llama", attention="sdpa"), on_steps.prompts(rows)
+    expected = model.generate(**batch, **on_steps.OPTIONS)
+    steps = attach(model, linear_heads(model))
+    use_heads(model, (1, 3))
+    with ThreadPoolExecutor(1) as other:
+        release = DuringACall(lambda: other.submit(model.tide_release).result(60))
+        for _ in range(2):
+            prepared = steps.warm_up.num_prepared
+            answer = model.generate(**batch, **on_steps.OPTIONS, stopping_criteria=[release])
+            assert torch.equal(answer, expected)
+            assert model.last_exit_stats.engine == "compiled"
+            assert steps.warm_up.num_prepared > prepared
+            assert not steps._buffers
+    prepared = steps.warm_up.num_prepared
+    for _ in range(2):
+        assert torch.equal(model.generate(**batch, **on_steps.OPTIONS), expected)
+        assert steps.warm_up.num_prepared > prepared  # by the first of the two
+    assert steps._buffers
+
+
+def test_rows_of_the_head_outlive_a_release_while_they_are_looked_up(monkeypatch):
+    model = tiny_model("llama")
+    TIDEModelForCausalLM.attach(model, linear_heads(model))
+    found, is_current = model._tide.draft_unembed(), DraftUnembed.is_current
+
+    def released(unembed):
+        model.tide_release()
+        return is_current(unembed)
+
+    monkeypatch.setattr(DraftUnembed, "is_current", released)
+    assert model._tide.draft_unembed() is found
+
+
+def test_steps_serve_a_call_while_another_thread_decodes_a_batch_eagerly():
+    """That call's attention, which it sets for the whole model, neither keeps others from steps nor makes new ones."""
+    model = tiny_model("llama", attention="sdpa")
+    expected = model.generate(**on_steps.prompts(), **on_steps.OPTIONS)
+    steps = attach_compiled(model, remembered_tokens=0)
+    model.generate(**on_steps.prompts(), **on_steps.OPTIONS)
+    prepared, replays = steps.warm_up.num_prepared, steps.replays
+    inside, go_on = threading.Event(), threading.Event()
+    waits = DuringACall(lambda: (inside.set(), go_on.wait(60)))
+    eager = {**on_steps.OPTIONS, "tide_engine": "eager", "stopping_criteria": [waits]}
+    with ThreadPoolExecutor(1) as other:
+        batch = other.submit(model.generate, **on_steps.prompts(4), **eager)
+        try:
+            assert inside.wait(60)
+            assert model.config._attn_implementation != "sdpa"
+            assert torch.equal(model.generate(**on_steps.prompts(), **on_steps.OPTIONS), expected)
+            assert model.last_exit_stats.engine == "compiled"
+        finally:
+            go_on.set()
+        batch.result(60)
+    assert steps.warm_up.num_prepared == prepared
+    assert steps.replays > replays
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_models_load_in_several_threads_at_once(tmp_path, tiny_llama):

@@ -1,24 +1,27 @@
 """Families in which a pass over several tokens may attend to other keys than token by token."""
 
+import on_steps
 import pytest
 import torch
 import transformers
 from drafters import use_drafter
 from families import _COMMON, SPARSE, prompt, random_model, tiny_model
+from on_steps import ATTACH, WINDOWED
 from packaging.version import Version
-from transformers import CONFIG_MAPPING, DynamicCache, StaticCache
+from transformers import CONFIG_MAPPING, DynamicCache, MistralConfig, MistralForCausalLM, StaticCache
 from transformers.cache_utils import StaticIndexedLayer
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE, find_structure
 from tide_hf.common.errors import UnsupportedModelError, UnsupportedOptionError
 from tide_hf.depth import multi_token_passes
-from tide_hf.depth.multi_token_passes import check_widths
+from tide_hf.depth.multi_token_passes import check_widths, multi_token_limit
 
 OPTIONS = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 PROMPT, LIMIT = 9, 16
 MOSHI = {name: value for name, value in _COMMON.items() if name != "intermediate_size"}
 MOSHI |= {"sliding_window": LIMIT, "ffn_dim": 48}
+WINDOW = 100  # longer than any that the probe at attach covers
 LIMITED = {"moshi": MOSHI, **{family: settings for family, settings in SPARSE.items() if "minimax" not in family}}
 
 
@@ -72,10 +75,46 @@ def test_the_probe_finds_such_families_that_are_not_known(family, monkeypatch):
     model = limited_model(family, seed=1)
     check_widths(model, find_structure(model))
     monkeypatch.setattr(multi_token_passes, "SPARSE_ATTENTION", ())
-    monkeypatch.setattr(multi_token_passes, "WINDOW_IN_CACHE_ALONE", frozenset())
+    monkeypatch.setattr(multi_token_passes, "WINDOWS", {})
     with pytest.raises(UnsupportedModelError, match="has other logits in a pass over several tokens than token by"):
         TIDEModelForCausalLM.attach(model)
     assert type(model).__module__.startswith("transformers")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("engine", ATTACH)
+@pytest.mark.parametrize("field", ["sliding_window", "attention_chunk_size"])
+def test_a_window_that_only_the_cache_has_ends_drafts(field, engine, rows):
+    """A Llama's masks have no windows, but transformers makes the cache of what the config names."""
+    model = random_model("llama", {**_COMMON, field: WINDOW})
+    batch = on_steps.prompts(rows, length=WINDOW - 10)
+    expected = model.generate(**batch, max_new_tokens=30, **OPTIONS)
+    ATTACH[engine](model)
+    for new in (10, 30):
+        use_drafter(model, "right", expected[:, WINDOW - 10 :].tolist(), 5)
+        assert torch.equal(model.generate(**batch, max_new_tokens=new, **OPTIONS), expected[:, : WINDOW - 10 + new])
+        assert (model.last_exit_stats.accepted > 0) == (new == 10)
+    assert f"got {WINDOW + 20} tokens of prompt and answer" in model.last_exit_stats.fallback_reason
+    with pytest.raises(UnsupportedOptionError, match=f"at most {WINDOW}, its {field}"):
+        model.generate(**batch, max_new_tokens=30, tide_strict=True, **OPTIONS)
+
+
+class OwnMistral(MistralForCausalLM):
+    """Without a forward of its own, in a module that makes no masks."""
+
+
+@pytest.mark.parametrize("family", [*WINDOWED, "own"])
+def test_windows_that_masks_have_too_limit_nothing(family):
+    if family == "own":
+        config = MistralConfig(**_COMMON, sliding_window=8)
+        assert multi_token_limit(OwnMistral(config)) is None
+    else:
+        assert multi_token_limit(tiny_model(family)) is None
+
+
+def test_a_window_that_neither_cache_nor_masks_have_limits_nothing():
+    layers = ["full_attention"] * _COMMON["num_hidden_layers"]
+    assert multi_token_limit(random_model("llama", {**_COMMON, "sliding_window": 8, "layer_types": layers})) is None
 
 
 @pytest.mark.parametrize("widths", [{1}, {2, 3, 4}], ids=["one token", "several"])

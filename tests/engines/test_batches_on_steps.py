@@ -3,8 +3,8 @@
 import pytest
 import torch
 from draft_heads import draft_head_for
-from drafters import ScriptedDrafter, use_drafter, use_heads
-from families import VOCAB, tiny_model
+from drafters import use_drafter, use_heads
+from families import tiny_model
 from on_steps import (
     LAYERS,
     NEW,
@@ -13,7 +13,6 @@ from on_steps import (
     linear_heads,
     new_tokens,
     prompts,
-    steps_of,
 )
 from on_steps import attach_captured as attach_graphs
 from transformers import MistralForCausalLM
@@ -121,19 +120,3 @@ def test_a_returned_cache_holds_the_rows_of_the_call(family):
         assert layer.get_seq_length() == other.get_seq_length()
         found_keys, keys = (one.keys[:, :, -NEW + 1 :] for one in (layer, other))  # after prefill
         torch.testing.assert_close(found_keys, keys, atol=1e-4, rtol=1e-4)
-
-
-def test_buffers_may_be_released_during_a_call(tiny_llama):
-    """As another thread may do at any time."""
-    model, batch = tiny_llama(), prompts(4)
-    options = {**OPTIONS, "max_new_tokens": 8}  # each round traces anew
-    expected = model.generate(**batch, **options)
-    attach_compiled(model)
-
-    class Releases(ScriptedDrafter):
-        def draft(self, rows, limits):
-            steps_of(model).release()
-            return super().draft(rows, limits)
-
-    model._tide.make_drafter = lambda *_: Releases("mixed", new_tokens(expected), VOCAB)
-    assert torch.equal(model.generate(**batch, **options), expected)

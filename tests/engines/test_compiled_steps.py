@@ -30,7 +30,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.engines.steps.graphs import OperationLog, compile_graph
+from tide_hf.engines.steps.graphs import OperationLog, compile_graph, traced
 from tide_hf.engines.steps.step_compiler import StepCompiler
 
 
@@ -213,3 +213,28 @@ def test_compiled_graphs_are_for_one_shape_and_found_on_disk():
     counted = torch._dynamo.utils.counters["inductor"]
     assert counted["fxgraph_cache_bypass"] == 0
     assert counted["fxgraph_cache_hit"] >= 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_products_of_experts_are_traced_in_every_dtype(dtype, dynamic):
+    """Tracing by PyTorch 2.13 alone takes bfloat16."""
+    states, experts = torch.randn(6, 16).to(dtype), torch.randn(3, 16, 32).to(dtype)
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    graph = traced(torch._grouped_mm, states, experts, ends, dynamic=dynamic)
+    assert torch.equal(graph(states, experts, ends), torch._grouped_mm(states, experts, ends))
+
+
+def test_a_model_that_cannot_be_traced_runs_eagerly_from_its_second_call_on(caplog):
+    """Experts one by one, for example: how many tokens each gets is known to the host alone."""
+    model = tiny_model("qwen3_moe")
+    expected = model.generate(**prompts(), **OPTIONS)
+    steps = attach(model)
+    model.set_experts_implementation("eager")
+    with caplog.at_level(logging.WARNING, logger="tide_hf"):
+        for engine in ("compiled", "eager"):
+            assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+            assert model.last_exit_stats.engine == engine
+    assert "data-dependent" in steps.refused
+    assert f"Qwen3MoeForCausalLM runs without compiled steps: {steps.refused}" in caplog.text
+    assert f"engine='compiled' runs eagerly: {steps.refused}" in caplog.text

@@ -9,7 +9,6 @@ from on_steps import (
     FEW,
     OPTIONS,
     PROMPT,
-    UNTRACED,
     attach_captured,
     attach_compiled,
     new_tokens,
@@ -28,7 +27,6 @@ LONG = {**OPTIONS, "max_new_tokens": 2 * WINDOW + 5}
 MODES = ("early_exit", "self_speculative")
 STRATEGIES = ("recompute", "propagate", "zero_pad")
 ATTACH = {"compiled": attach_compiled, "captured": attach_captured}
-ON_STEPS = tuple(family for family in SDPA if family not in UNTRACED)
 
 
 def mixed_routers(model, strategy="recompute"):
@@ -58,7 +56,7 @@ def both(model, batch, **options):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("engine", ATTACH)
-@pytest.mark.parametrize(("rows", "family"), [*slow_but(FEW, ON_STEPS, 1), *slow_but(("llama", "gpt2"), ON_STEPS, 3)])
+@pytest.mark.parametrize(("rows", "family"), [*slow_but(FEW, SDPA, 1), *slow_but(("llama", "gpt2"), SDPA, 3)])
 def test_every_family_exits_as_in_the_eager_engine(family, rows, engine, strategy):
     model = attached(family, strategy, ATTACH[engine])
     (expected, eager), (found, stats) = both(model, prompts(rows, pads=rows - 1), **LONG)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import ATTENTION, slow_but, tiny_model
-from on_steps import LAYERS, NEW, OPTIONS, UNTRACED, check_drafts, prompts
+from on_steps import LAYERS, NEW, OPTIONS, check_drafts, prompts
 from packed_weights import Graphs, attach_packed, set_fastest_layouts
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -33,9 +33,7 @@ def _prepacked_weights_are_fastest(monkeypatch):
     monkeypatch.setattr(FusedLayers, "for_tokens", lambda *_: {})
 
 
-@pytest.mark.parametrize(
-    "family", slow_but(("gpt2", "opt", "gemma2"), [family for family in ATTENTION if family not in UNTRACED])
-)
+@pytest.mark.parametrize("family", slow_but(("gpt2", "opt", "gemma2"), ATTENTION))
 def test_every_family_generates_the_base_models_tokens(family):
     graphs = Graphs()
     steps = check_drafts(

@@ -5,7 +5,7 @@ import torch
 from draft_heads import draft_head_for
 from drafters import use_heads
 from families import SDPA, slow_but, tiny_model
-from on_steps import LAYERS, OPTIONS, UNTRACED, check_drafts, new_tokens, prompts
+from on_steps import LAYERS, OPTIONS, check_drafts, new_tokens, prompts
 from on_steps import attach_compiled as attach
 
 from tide_hf.engines.steps.step_buffers import StepBuffers
@@ -33,7 +33,7 @@ def test_buffers_grow_with_the_answer_and_its_holes(tiny_llama, monkeypatch, row
 
 @pytest.mark.parametrize(
     "family",
-    slow_but(("llama",), [family for family in SDPA if family not in (*UNTRACED, "falcon", "deepseek_v3")]),
+    slow_but(("llama",), [family for family in SDPA if family not in ("falcon", "deepseek_v3")]),
 )
 def test_empty_slots_are_not_read(family, monkeypatch):
     model = tiny_model(family, attention="sdpa")

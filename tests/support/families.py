@@ -54,8 +54,6 @@ _QWEN_SEES = {
 IMAGE_TOKEN = 90
 _MARKS = {"image_token_id": IMAGE_TOKEN, "video_token_id": 93, "vision_start_token_id": 91, "vision_end_token_id": 92}
 
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")  # mixtures of experts
-
 FAMILIES: dict[str, dict] = {
     "llama": _COMMON,
     "qwen2": _COMMON,

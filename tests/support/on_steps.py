@@ -2,8 +2,7 @@
 
 import torch
 from drafters import use_drafter, use_heads
-from families import MIXTURES, VOCAB
-from packaging.version import Version
+from families import VOCAB
 from recorded import Recorder
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -13,7 +12,6 @@ LAYERS, PROMPT, NEW = 4, 8, 14
 WINDOWED = ("mistral", "gemma2", "gemma3", "gemma3_text", "cohere2", "gpt_oss", "llama4_text")
 FEW = ("llama", "gpt2", "falcon", "bloom", "opt", "qwen3_moe", "gemma2")  # with all kinds of layers of all families
 COPYING = ("falcon",)  # uncompiled layers index with a list, which is copied from the host
-UNTRACED = MIXTURES if Version(torch.__version__) < Version("2.15") else ()  # float32 experts cannot be traced
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from ..base_model.structure import DecoderStructure, last_position, rope_limits
 from ..common.errors import UnsupportedModelError, UnsupportedOptionError
 from .kv_cache import crop_layers, start_recording
 
-WINDOW_IN_CACHE_ALONE = frozenset({"moshi"})  # model types whose masks ignore the window
+# Config fields that make windows in any model's cache, and what a model's code calls to have them in its masks as well.
+WINDOWS = {"sliding_window": "create_sliding_window_causal_mask", "attention_chunk_size": "create_chunked_causal_mask"}
+ANY_MASK = "create_masks_for_generate"
 SPARSE_ATTENTION = ("index_topk", "keep_window_size")  # config fields: maximum number of keys that a token selects
 
 PROBE_LENGTH = 8
@@ -24,24 +27,34 @@ SMALL_LIMIT = 64  # tokens; probing beyond a larger limit would take too long
 LIMIT_NAMES = re.compile("window|chunk|block|top_?k")
 
 
-def multi_token_limit(config: Any) -> tuple[str, int] | None:
+def multi_token_limit(model: PreTrainedModel) -> tuple[str, int] | None:
     """Find the length up to which a multi-token pass attends to the same keys as token-by-token decoding, if limited.
 
-    Beyond a window that only the cache enforces, a multi-token pass attends to more keys. Where a token selects its
-    top-k keys (DeepSeek Sparse Attention, Doge), the shape of the pass decides ties. Returns the limit's field in the
-    text config and its value, or `None`.
+    Beyond a window that only the cache enforces (Moshi, or a Llama whose config names one), a multi-token pass attends
+    to more keys. Where a token selects its top-k keys (DeepSeek Sparse Attention, Doge), the shape of the pass decides
+    ties. Returns the limit's field in the text config and its value, or `None`.
     """
-    names = ("sliding_window",) if config.model_type in WINDOW_IN_CACHE_ALONE else SPARSE_ATTENTION
+    config = model.config.get_text_config()
+    names = [*SPARSE_ATTENTION, *(name for name in WINDOWS if _only_cache_has(name, model, config))]
     limits = {name: limit for name in names if (limit := getattr(config, name, None)) is not None}
     return min(limits.items(), key=lambda item: item[1], default=None)
 
 
-def check_multi_token_passes(config: Any, num_slots: int) -> None:
+def _only_cache_has(window: str, model: PreTrainedModel, config: Any) -> bool:
+    """Whether the cache has a window that the model's masks ignore; a field of the config alone may mean neither."""
+    if getattr(config, window, None) is None or not any(DynamicCache(config=config).is_sliding):
+        return False
+    parts = [type(part) for part in model.modules() if isinstance(part, PreTrainedModel)]
+    modules = {sys.modules.get(part.forward.__module__) for part in parts}
+    return not any(hasattr(module, name) for module in modules for name in (WINDOWS[window], ANY_MASK))
+
+
+def check_multi_token_passes(model: PreTrainedModel, num_slots: int) -> None:
     """Raise if `num_slots`, the tokens of prompt and answer including padding, exceeds `multi_token_limit`."""
-    found = multi_token_limit(config)
+    found, kind = multi_token_limit(model), model.config.get_text_config().model_type
     if found is not None and num_slots > found[1]:
         raise UnsupportedOptionError(
-            f"a pass of {config.model_type} over several tokens attends to other keys than token by token",
+            f"a pass of {kind} over several tokens attends to other keys than token by token",
             got=f"{num_slots} tokens of prompt and answer",
             expected=f"at most {found[1]}, its {found[0]}",
             do="Pass less of them, choose another tide_mode, or detach TIDE for this call.",
@@ -85,7 +98,7 @@ def _probe_length(model: PreTrainedModel) -> int:
     config = model.config.get_text_config()
     named = [value for name, value in vars(config).items() if LIMIT_NAMES.search(name) and type(value) is int]
     length = max(PROBE_LENGTH, *(2 * VERIFY_WIDTH + value for value in named if value <= SMALL_LIMIT), 0)
-    refused = multi_token_limit(config)
+    refused = multi_token_limit(model)
     limits = (*rope_limits(config).values(), last_position(config), refused and refused[1])
     return min(length, *(limit for limit in limits if limit), length)
 

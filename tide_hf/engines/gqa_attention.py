@@ -84,8 +84,7 @@ def skipping_holes(holes: Tensor | None) -> Iterator[None]:
 
 def can_skip_holes(model: PreTrainedModel) -> bool:
     """Whether masks are made by transformers for this attention, and so within [`skipping_holes`] skip holes."""
-    configs = (model.config, model.config.get_text_config())
-    is_sdpa = _can_change(model) and all(config._attn_implementation in ("sdpa", NAME) for config in configs)
+    is_sdpa = _can_change(model) and attention_of(model.config.get_text_config()) == "sdpa"
     return is_sdpa and type(model).__module__.startswith("transformers.")  # other code may make masks by itself
 
 
@@ -123,7 +122,13 @@ def gqa_attention(
 
 def _can_change(model: PreTrainedModel) -> bool:
     """Whether a model's attention is `sdpa` and can be changed."""
-    return model.config._attn_implementation in ("sdpa", NAME) and model._can_set_attn_implementation()
+    return attention_of(model.config) == "sdpa" and model._can_set_attn_implementation()
+
+
+def attention_of(config: Any) -> str:
+    """The model's own attention implementation, whatever a call in another thread uses meanwhile."""
+    found = config._attn_implementation
+    return "sdpa" if found == NAME else found
 
 
 def _sdpa_configs(model: PreTrainedModel) -> list[Any]:

@@ -20,6 +20,7 @@ from ..speculation.engine import Engine, EngineKind
 from ..speculation.ranks import ranks_of
 from .eager import EagerEngine
 from .exit_passes import ExitPasses
+from .gqa_attention import attention_of
 from .static import StaticEngine
 from .steps.step_store import CapturedSteps, CompiledSteps, StepStore
 
@@ -102,7 +103,7 @@ class CompiledKind:
         self._logged.add(reason)
 
     def release(self) -> None:
-        """Free buffers and graphs."""
+        """Free buffers and graphs; those that a call uses, at its end."""
         for steps in self.steps.values():
             steps.release()
 
@@ -115,7 +116,7 @@ def new_engines() -> dict[str, EngineKind]:
 def why_eager(model: Any, model_kwargs: dict[str, Any]) -> str | None:
     """The reason why a call cannot run on steps of fixed shape; `None` if it can."""
     cache, config = model_kwargs[CACHE], model.config.get_text_config()
-    attention = config._attn_implementation
+    attention = attention_of(config)
     offloaded = {device for device in getattr(model, "hf_device_map", {}).values() if device in ("cpu", "disk")}
     devices = {str(parameter.device) for parameter in model.parameters()} | {str(device) for device in offloaded}
     layers = {type(layer).__name__ for layer in cache.layers if type(layer) not in LAYER_KINDS}

@@ -138,15 +138,11 @@ class StaticEngine:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Hold the lock on the steps, unless another call holds it; see `Engine.running`."""
-        self._has_steps = self.steps.lock.acquire(blocking=False)
-        try:
+        with self.steps.held() as self._has_steps:
             if self.exits is not None and not self._has_steps:
                 raise StepsHeldError
             with self.eager.running():
                 yield
-        finally:
-            if self._has_steps:
-                self.steps.lock.release()
 
     def decoding(self) -> AbstractContextManager[None]:
         """See `EagerEngine.decoding`."""

@@ -145,7 +145,7 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
     """
     kind = attachment.engines[engine]
     before, stats = kind.warm_up_seconds, model.last_exit_stats
-    most = _most_tokens(model.config.get_text_config(), max_length)
+    most = _most_tokens(model, max_length)
     run = _run_exits if attachment.mode == "early_exit" and not attachment.exits_with_head else _run
     with kind.showing_warm_up():
         for number in numbers:
@@ -157,9 +157,9 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
     return kind.warm_up_seconds - before
 
 
-def _most_tokens(config: Any, max_length: int) -> int:
+def _most_tokens(model: Any, max_length: int) -> int:
     """The largest number of tokens, up to `max_length`, that the model has positions for, and drafts are made for."""
-    limit = multi_token_limit(config)
+    config, limit = model.config.get_text_config(), multi_token_limit(model)
     limits = (getattr(config, "max_position_embeddings", None), *rope_limits(config).values(), limit and limit[1])
     return min(max_length, *(known for known in limits if known), max_length)
 

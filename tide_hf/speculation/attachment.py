@@ -179,12 +179,13 @@ class Attachment:
         vocab = self.routers.draft_vocab if self.routers is not None else None
         if not has_readable_rows(self.structure.head):
             return DraftUnembed(self.unembed)
-        if self._draft_unembed is None or not self._draft_unembed.is_current():
-            self._draft_unembed = DraftUnembed(self.unembed, vocab)
+        found = self._draft_unembed  # which another thread may release at any time
+        if found is None or not found.is_current():
+            self._draft_unembed = found = DraftUnembed(self.unembed, vocab)
             gate = next(linear_gates(self.structure), None)
             if vocab is not None and gate is not None:
-                open_linear_gates(linears_in(self._draft_unembed.head), gate.may_copy, anywhere=True)
-        return self._draft_unembed
+                open_linear_gates(linears_in(found.head), gate.may_copy, anywhere=True)
+        return found
 
     def release(self) -> None:
         """Free the memory that is retained between calls."""

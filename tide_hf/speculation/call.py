@@ -73,7 +73,6 @@ class Call:
 def check_call(model: Any, call: Call, mode: str = "self_speculative") -> None:
     """Refuse a call whose output the speculative loop cannot produce, or whose cache it cannot use."""
     mode, rows = f"tide_mode={mode!r}", call.input_ids.shape[0]
-    config = model.config.get_text_config()
     if not rows or not call.prompt_length:
         raise ConfigurationError(
             "there is no prompt to continue",
@@ -98,7 +97,7 @@ def check_call(model: Any, call: Call, mode: str = "self_speculative") -> None:
                 do="Leave it out, or choose self_speculative without strict=True: such calls decode plainly. A "
                 "tide_hf.speculation.rows.RowCriterion sees the tokens of every row of a batch.",
             )
-    _check_length(config, call)
+    _check_length(model, call)
     user = mode + (" in a batch" if rows > 1 else "")
     find_cache(call.model_kwargs, user, static="full" if rows == 1 else "none", moves_rows=rows > 1)
 
@@ -115,16 +114,17 @@ def _check_loop(base_class: Any, model_type: str, mode: str) -> None:
             )
 
 
-def _check_length(config: Any, call: Call) -> None:
+def _check_length(model: Any, call: Call) -> None:
     """Refuse answers so long that multi-token passes attend to other keys than single-token passes, or RoPE changes.
 
     RoPE depends on positions, not on the length of `input_ids`, which may be padded, or only a part of the prompt.
     """
+    config = model.config.get_text_config()
     limits = rope_limits(config)
-    if not limits and multi_token_limit(config) is None:
+    if not limits and multi_token_limit(model) is None:
         return
     length, positions = _num_slots(call), call.model_kwargs.get("position_ids")
-    check_multi_token_passes(config, length + call.max_new_tokens)
+    check_multi_token_passes(model, length + call.max_new_tokens)
     if limits:
         length = length if positions is None else int(positions.max()) + 1
         check_rope(config, length, length + call.max_new_tokens)

@@ -41,6 +41,26 @@ VALUES_PER_THREAD = 16384  # with fewer, another thread costs more than it saves
 CompileGraph = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]  # called with a graph and its inputs
 
 
+# Before PyTorch 2.15, tracing refuses products of experts in other dtypes than bfloat16, which run all the same.
+_ops = torch.library.Library("tide_hf", "FRAGMENT")
+_ops.define("grouped_mm(Tensor input, Tensor weights, Tensor ends) -> Tensor")
+_ops.impl("grouped_mm", torch._grouped_mm, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tide_hf::grouped_mm", lib=_ops)
+def _fake_grouped_mm(input: Tensor, weights: Tensor, _ends: Tensor) -> Tensor:
+    return input.new_empty(input.shape[0], weights.shape[2])
+
+
+def _grouped_mm(input: Tensor, weights: Tensor, ends: Tensor | None = None, *_others: Any, **_options: Any) -> Any:
+    """Record a product of tokens (tokens, in), sorted by expert, and experts (experts, in, out) as one op."""
+    is_known = input.dtype is weights.dtype is not torch.bfloat16 and (input.dim(), weights.dim()) == (2, 3)
+    return torch.ops.tide_hf.grouped_mm(input, weights, ends) if is_known else NotImplemented
+
+
+RECORDED_WHOLE = {torch.ops.aten._grouped_mm.default: _grouped_mm}
+
+
 def traced(function: Callable[..., Any], *inputs: Tensor, dynamic: bool = False) -> fx.GraphModule:
     """Trace a function for static shapes, or if `dynamic` for symbolic sizes; data-dependent operations raise."""
     fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -50,7 +70,7 @@ def traced(function: Callable[..., Any], *inputs: Tensor, dynamic: bool = False)
     mode: Any = "symbolic" if dynamic else "fake"
     try:
         with shapes.patch(use_duck_shape=False):  # otherwise sizes that are equal now would be assumed always equal
-            return make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
+            return make_fx(function, RECORDED_WHOLE, mode, _allow_non_fake_inputs=True)(*inputs)
     finally:
         fake_logger.disabled = before
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
 from time import perf_counter
@@ -20,7 +21,7 @@ from ...base_model.unembed import addresses_of
 from ...depth.linear_gate import DRAFT_LAYOUTS, KERNEL_LAYOUTS, LinearGate, allowed_layouts, copies_fit, linear_gates
 from ...kernels.cpu.weight_layouts import WeightLayout
 from ...kernels.flash_decode import can_flash_decode
-from ..gqa_attention import gqa_attention, reading_lengths
+from ..gqa_attention import attention_of, gqa_attention, reading_lengths
 from ..warm_up import WarmUp
 from .capture import Replay, capturable_forward, capture
 from .graphs import CompileGraph, compile_graph
@@ -62,11 +63,34 @@ class StepStore:
         self._compile_graph = compile_graph
         self.warm_up = WarmUp(description, "steps")  # `warm_up.bytes` includes buffers
         self.reads, self.replays = 0, 0  # numbers of host synchronisations, and of steps run
-        self.lock = Lock()
-        self.release()
+        self.lock = Lock()  # held by the call that uses the steps
+        self._free()
+
+    @contextmanager
+    def held(self) -> Iterator[bool]:
+        """Context of a call that uses the steps, unless another call does; gives whether it may."""
+        is_ours = self.lock.acquire(blocking=False)
+        try:
+            yield is_ours
+        finally:
+            if is_ours:
+                self.lock.release()
+                self._free_if_released()
 
     def release(self) -> None:
-        """Free buffers and graphs."""
+        """Free buffers and graphs; if a call uses them, at its end."""
+        self._is_released = True
+        self._free_if_released()
+
+    def _free_if_released(self) -> None:
+        while self._is_released and self.lock.acquire(blocking=False):  # again, if it is released meanwhile
+            try:
+                self._free()
+            finally:
+                self.lock.release()
+
+    def _free(self) -> None:
+        self._is_released = False
         self._buffers: OrderedDict[tuple, StepBuffers] = OrderedDict()
         self._steps: OrderedDict[tuple[StepBuffers, str, Any], Step] = OrderedDict()
         self._fingerprint: tuple = ()
@@ -84,7 +108,7 @@ class StepStore:
         found = self._parts or parts()
         if (fingerprint := fingerprint_of(found)) != self._fingerprint:
             found = found if self._parts is None else parts()
-            self.release()
+            self._free()
             if self.compiler is not None:
                 found = replace(found, execute_layer=self.compiler.run, fill_layer=self.compiler.fill)
             self._parts, self._fingerprint = found, fingerprint
@@ -209,9 +233,8 @@ class CompiledSteps(StepStore):
         """Leave compiled steps out of copies and pickles."""
         return CompiledSteps, (self._compile_graph,)
 
-    def release(self) -> None:
-        """Free buffers and graphs."""
-        super().release()
+    def _free(self) -> None:
+        super()._free()
         self.compiler: StepCompiler
         self._converted: dict[tuple[LinearGate, type[WeightLayout]], WeightLayout] = {}
         self.prompts = CompiledPrefill(self.compiler.graphs, self.warm_up)
@@ -219,7 +242,7 @@ class CompiledSteps(StepStore):
     def refresh(self, parts: Callable[[], ModelParts]) -> None:
         """See `StepStore.refresh`; all graphs are also dropped if converted weights have changed."""
         if any(gate.converted.get(layout) is not found for (gate, layout), found in self._converted.items()):
-            self.release()
+            self._free()
         super().refresh(parts)
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
@@ -259,9 +282,8 @@ class CapturedSteps(StepStore):
         """Leave captured steps out of copies and pickles."""
         return CapturedSteps, (self.make_replay, self._compile_graph)
 
-    def release(self) -> None:
-        """Free buffers and graphs."""
-        super().release()
+    def _free(self) -> None:
+        super()._free()
         self._pool: Any = None  # memory pool that the graphs share
 
     def _prepare(self, buffers: StepBuffers, kind: str, size: Any) -> Step:
@@ -305,7 +327,7 @@ def free_memory(device: torch.device) -> int:
 
 def fingerprint_of(parts: ModelParts) -> tuple:
     """What graphs depend on and may change between calls: modules, weight addresses, attention, hooks, settings."""
-    facts: list[Any] = [parts.model.config.get_text_config()._attn_implementation]
+    facts: list[Any] = [attention_of(parts.model.config.get_text_config())]
     for root in (parts.model, *([parts.routers] if parts.routers is not None else [])):
         for module in root.modules():  # one walk for modules and tensors, since each walk costs time in every call
             facts.append((id(module), id(module.__dict__.get("forward")), _hooks_of(module), _settings_of(module)))
