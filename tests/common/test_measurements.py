@@ -84,7 +84,7 @@ def test_what_was_not_written_by_us_is_measured_again(file, found):
     assert measured(NAME, 1, pytest.fail) == [2.0]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"machine": 1}', "\x00"])
+@pytest.mark.parametrize("content", ["", "[]", '{"machine": 1}', "\x00", "[" * 10**5])
 def test_another_files_content_is_replaced(file, content):
     file.write_text(content)
     measured(NAME, 1, takes(1.0))

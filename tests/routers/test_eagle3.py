@@ -1,33 +1,28 @@
 """Draft heads of others: equal to the `speculators` package's own forward, and refused where they do not fit."""
 
 import json
-from pathlib import Path
+import operator
+from contextlib import suppress
+from copy import deepcopy
+from functools import reduce
 from shutil import copytree
 
 import pytest
 import torch
-from draft_heads import HEADS, REFERENCE, base_model
+from draft_heads import HEADS, REFERENCE, base_model, original_format
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.common.errors import BaseModelMismatchError, ConfigurationError, RoutersFileError, RoutersNotFoundError
-from tide_hf.routers.eagle3 import read_foreign
-
-
-def original_format(folder: Path, *, pickled: bool = True) -> None:
-    """Turn a head in the speculators format into one as EAGLE-3's authors publish them."""
-    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    flat = config["transformer_layer_config"] | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 24}
-    flat["eagle_config"] = {name: config[name] for name in ("eagle_aux_hidden_state_layer_ids", "norm_before_fc")}
-    (folder / "config.json").write_text(json.dumps(flat))
-    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
-    (folder / "model.safetensors").unlink()
-    if pickled:
-        torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        save_file(tensors, folder / "model.safetensors")
+from tide_hf.common.errors import (
+    BaseModelMismatchError,
+    ConfigurationError,
+    RoutersFileError,
+    RoutersNotFoundError,
+    TIDEError,
+)
+from tide_hf.routers.eagle3 import ForeignHead, read_foreign
 
 
 @pytest.mark.parametrize("name", [*HEADS, "original", "original, pickled"])
@@ -86,7 +81,7 @@ def _layer(**changes):
         (_config(transformer_layer_config=[1]), RoutersFileError, "transformer_layer_config"),
         (_layer(num_hidden_layers=2), RoutersFileError, "2 layer"),
         (_layer(model_type="gpt2"), RoutersFileError, "'gpt2'"),
-        (_layer(num_attention_heads="many"), RoutersFileError, "num_attention_heads"),
+        (_layer(num_attention_heads="many"), ConfigurationError, "num_attention_heads"),
         (_layer(rope_parameters={"rope_type": "import os"}), ConfigurationError, "rope_parameters"),
         (_layer(head_dim=2**30), ConfigurationError, "head_dim"),
         (_config(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), BaseModelMismatchError, "layers"),
@@ -104,6 +99,70 @@ def test_a_head_that_does_not_fit_is_refused(change, error, message, tmp_path):
         TIDEModelForCausalLM.attach(model, folder)
     assert {"got", "expected", "do"} <= set(vars(caught.value)) | {"got", "expected", "do"}
     assert type(model) is LlamaForCausalLM
+
+
+def paths(value, path=()):
+    """The paths of all values inside a value, its own among them."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(found for name, one in inner for found in paths(one, (*path, name)))]
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 3, 2**20, 10**300, 0.5, float("nan"), "1", [], [[1]], {"a": 1}])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_any_config_is_refused_or_gives_a_head(value, is_flat):
+    config, tensors = (
+        json.loads((REFERENCE / "llama/config.json").read_text()),
+        read_foreign(REFERENCE / "llama").tensors,
+    )
+    if is_flat:
+        layer = config.pop("transformer_layer_config")
+        del layer["rope_parameters"]
+        scaling = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 10000.0}
+        config |= {**layer, **scaling, "eagle_config": {"norm_before_fc": False}}
+    model = base_model()
+    for path in paths(config)[1:]:
+        fields = deepcopy(config)
+        reduce(operator.getitem, path[:-1], fields)[path[-1]] = value
+        with suppress(TIDEError):
+            head = ForeignHead("a head", fields, tensors).routers_for(model).draft_head
+            assert head.rope(torch.ones(1), torch.tensor([[0, 9999]]))[0].shape[-1] == head.config.head_dim
+
+
+FACTORS = {"short_factor": [1.0] * 4, "long_factor": [2] * 4, "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"partial_rotary_factor": None},
+        {"rope_type": "linear", "factor": 2, "partial_rotary_factor": 1.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "truncate": False},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        | {"original_max_position_embeddings": 512},
+        {"rope_type": "longrope", "original_max_position_embeddings": 512, **FACTORS},
+    ],
+    ids=lambda fields: fields.get("rope_type", "default"),
+)
+def test_each_rotary_embedding_is_accepted_and_kept(fields, tmp_path):
+    rope = {"rope_theta": 10000.0, "rope_type": "default", **fields}
+    folder = copytree(REFERENCE / "llama", tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    config["transformer_layer_config"]["rope_parameters"] = rope
+    (folder / "config.json").write_text(json.dumps(config))
+    routers = read_foreign(folder).routers_for(base_model())
+    assert routers.config.draft_head["rope_parameters"] == rope
+    assert routers.draft_head.rope(torch.ones(1), torch.tensor([[0, 9999]]))[0].isfinite().all()
+
+
+def test_a_map_of_the_vocabulary_in_32_bits_is_accepted(tmp_path):
+    folder = copytree(REFERENCE / "llama", tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"d2t": tensors["d2t"].int()}, folder / "model.safetensors")
+    head = read_foreign(folder).routers_for(base_model()).draft_head
+    assert head.d2t.dtype == torch.int64
+    assert torch.equal(head.d2t, tensors["d2t"])
 
 
 @pytest.mark.parametrize("changes", [{"hidden_size": 32}, {"vocab_size": 40}, {"num_hidden_layers": 3}])

@@ -1,8 +1,10 @@
 """Routers with a random draft head, what it drafts and is trained on, and heads that `speculators` wrote."""
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer
 
@@ -42,6 +44,20 @@ def draft_head_for(model, seed=0, **changes):
     for parameter in routers.draft_head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return routers
+
+
+def original_format(folder: Path, *, pickled: bool = True) -> None:
+    """Turn a head in the speculators format into one as EAGLE-3's authors publish them."""
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    flat = config["transformer_layer_config"] | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 24}
+    flat["eagle_config"] = {name: config[name] for name in ("eagle_aux_hidden_state_layer_ids", "norm_before_fc")}
+    (folder / "config.json").write_text(json.dumps(flat))
+    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    (folder / "model.safetensors").unlink()
+    if pickled:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors")
 
 
 def most_likely(logits):

@@ -1,7 +1,8 @@
-"""The cache folder, checks of file permissions, and atomic writes."""
+"""The cache folder, checks of file permissions, atomic writes, and JSON that anybody may have written."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -10,12 +11,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants
 
 UNFINISHED = ".unfinished"  # suffix of files while they are written
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 ABANDONED_AFTER = 3600  # seconds; writing a file takes only a few seconds
+MAX_JSON = 2**19  # bytes; what it becomes takes up to 30 times as much memory, and as long to copy
+MAX_NESTING = 64
 
 
 def cache_folder() -> Path:
@@ -74,6 +78,28 @@ def write_atomically(contents: dict[Path, bytes]) -> None:
     finally:
         for path in unfinished.values():
             path.unlink(missing_ok=True)
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Parse JSON of bounded size and depth, so that printing and copying what it holds cannot fail either.
+
+    Raises:
+        JSONDecodeError, UnicodeDecodeError: It is no JSON.
+        ValueError: It is too long or nested too deep, or has a number too long for Python.
+    """
+    if len(content) > MAX_JSON:
+        raise ValueError(f"JSON of {len(content)} bytes, more than {MAX_JSON}")
+    too_deep = ValueError(f"JSON nested over {MAX_NESTING} deep")
+    try:
+        level = [parsed := json.loads(content)]
+    except RecursionError:
+        raise too_deep from None
+    for _ in range(MAX_NESTING):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
+        level = [one for values in inner for one in values]
+    if level:
+        raise too_deep
+    return parsed
 
 
 def remove_abandoned(file: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .files import cache_folder, write_atomically
+from .files import cache_folder, parse_json, write_atomically
 from .version import __version__
 
 KEPT_DAYS = 30  # for a cooler, a driver or a kernel update may change what is the fastest
@@ -58,7 +58,7 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def _read(path: Path) -> dict[str, Any]:
     """The file's content by machine; empty if it cannot be read."""
     with suppress(OSError, ValueError):
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
         if isinstance(content, dict) and all(isinstance(known, dict) for known in content.values()):
             return content
     return {}

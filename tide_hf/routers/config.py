@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from ..common.choices import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, check_choice
 from ..common.errors import ConfigurationError, RoutersFileError, quoted, short
+from ..common.files import parse_json
 
 NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
 # Fields of PreTrainedConfig that a config.json may have (transformers up to 5.20 adds `_commit_hash`). Other fields
@@ -177,10 +178,10 @@ def read_config(name_or_path: str | os.PathLike[str], **where: Any) -> tuple[Any
     """The content of `config.json`, and its commit on the Hub (`None` for a folder)."""
     file = find_file(name_or_path, CONFIG_NAME, **where)
     try:
-        return json.loads(file.read_bytes()), extract_commit_hash(str(file), None)
+        return parse_json(file.read_bytes()), extract_commit_hash(str(file), None)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise bad_file(name_or_path, f"a {CONFIG_NAME} that is no JSON ({error})") from error
-    except (ValueError, RecursionError) as error:  # numbers too long or nesting too deep for the parser
+    except ValueError as error:
         raise bad_config(quoted(error)) from error
 
 
@@ -259,12 +260,11 @@ def invalid(name: str, value: object, expected: str, do: str = "") -> Configurat
 
 def check_draft_head(config: Any, num_layers: int, hidden_size: int, vocab_size: int) -> None:
     """Refuse the shape of a draft head that is none, or does not fit the base model's."""
-    do = "Load the head again, or make another with tide_hf.calibrate()."
+    do = HEAD_ADVICE
     if not (isinstance(config, dict) and set(config) == set(HEAD_RULES)):
         raise invalid("draft_head", config, f"a JSON object with the fields {', '.join(HEAD_RULES)}", do)
-    for name, (is_right, expected) in HEAD_RULES.items():
-        if not is_right(config[name]):
-            raise invalid(f"{name} in draft_head", config[name], expected, do)
+    for name in HEAD_RULES:
+        check_head_field(name, config[name])
     taps, own = config["tap_layers"], config["draft_vocab_size"]
     target, keys = config["target_hidden_size"], config["num_key_value_heads"]
     checks = (
@@ -276,6 +276,13 @@ def check_draft_head(config: Any, num_layers: int, hidden_size: int, vocab_size:
     for name, got, is_valid, expected in checks:
         if not is_valid:
             raise invalid(f"{name} in draft_head", got, expected, do)
+
+
+def check_head_field(name: str, value: Any) -> None:
+    """Raise [`ConfigurationError`] if the rule for a field of `draft_head` refuses the value."""
+    is_right, expected = HEAD_RULES[name]
+    if not is_right(value):
+        raise invalid(f"{name} in draft_head", value, expected, HEAD_ADVICE)
 
 
 def check_record(record: Any) -> None:
@@ -326,7 +333,7 @@ HASH = (_matches("[0-9a-f]{1,64}"), "at most 64 hexadecimal digits")
 # enough that no file causes an endless loop or a huge allocation.
 RULES: dict[str, tuple[Check, str]] = {
     "hidden_size": _whole_number(2**20),
-    "num_hidden_layers": _whole_number(2**12),
+    "num_hidden_layers": _whole_number(2**9),  # for each, an exit layer's modules are made
     "vocab_size": _whole_number(2**24),
     "checkpoint_interval": _whole_number(2**12),
     "min_layers": _whole_number(2**12),
@@ -405,6 +412,7 @@ RECORD_RULES: dict[str, tuple[Check, str]] = {
     "tolerances": TOLERANCES,
 }
 
+HEAD_ADVICE = "Load the head again, or make another with tide_hf.calibrate()."
 SIZE, FLAG = _whole_number(2**20), (lambda value: type(value) is bool, "true or false")
 MAX_TAPS = 16
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")

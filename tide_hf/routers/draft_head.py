@@ -14,6 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig
@@ -21,7 +22,12 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from ..common.errors import first_line
+from .config import HEAD_ADVICE, invalid
 from .exit_points import logit_of
+
+# Of transformers and PyTorch, where rotary embeddings are made of parameters that are missing or impossible.
+ROPE_ERRORS = (ArithmeticError, LookupError, RuntimeError, StrictDataclassError, TypeError, ValueError)
 
 # (rows, heads, width, head_dim) queries, (rows, K/V heads, slots, head_dim) keys and values, and a mask that broadcasts
 # to (rows, heads, width, slots) or `None` -> (rows, width, heads, head_dim).
@@ -72,7 +78,31 @@ class DraftHeadConfig:
     def layer_config(self) -> LlamaConfig:
         """For transformers' rotary embedding."""
         names = ("hidden_size", "num_attention_heads", "head_dim", "rope_parameters", "max_position_embeddings")
-        return LlamaConfig(**{name: getattr(self, name) for name in names})
+        copied = {name: getattr(self, name) for name in names}
+        return LlamaConfig(**copied | {"rope_parameters": dict(self.rope_parameters)})  # which transformers adds to
+
+    def check_rope(self) -> None:
+        """Raise [`ConfigurationError`] if `rope_parameters` give no rotary embedding of `head_dim`."""
+        rope, half = self.rope_parameters, self.head_dim // 2
+        factors = (one for one in rope.values() if isinstance(one, list))
+        # What is built must be as small as the head, so these are checked first.
+        is_small = rope.get("partial_rotary_factor") in (None, 1) and all(len(one) == half for one in factors)
+        problem = "" if is_small else f"factors that do not fit a head_dim of {self.head_dim}"
+        try:
+            if is_small and not self._has_rotary():
+                problem = "infinite values, or another size than head_dim"
+        except ROPE_ERRORS as error:
+            problem = first_line(error)
+        if problem:
+            expected = f"what transformers needs for a rope_type of {rope.get('rope_type', 'default')!r}"
+            raise invalid("rope_parameters in draft_head", problem, expected, HEAD_ADVICE)
+
+    def _has_rotary(self) -> bool:
+        with torch.device("cpu"):
+            rotary = LlamaRotaryEmbedding(self.layer_config)
+            # Some types compute other frequencies beyond the positions that they were made for.
+            both = rotary(torch.ones(1), torch.tensor([[0, 2 * self.max_position_embeddings]]))
+        return all(one.shape[-1] == self.head_dim and bool(one.isfinite().all()) for one in both)
 
 
 class _Attention(nn.Module):
@@ -143,6 +173,7 @@ class DraftHead(nn.Module):
 
     def __init__(self, config: DraftHeadConfig, vocab_size: int) -> None:
         super().__init__()
+        config.check_rope()
         self.config, size, eps = config, config.hidden_size, config.rms_norm_eps
         fused, count = len(config.tap_layers) * config.target_hidden_size, len(config.tap_layers)
         self.fc = nn.Linear(fused, size, bias=False)

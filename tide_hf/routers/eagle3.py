@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import load
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from ..base_model.structure import DecoderStructure, find_structure
 from ..base_model.wrappers import base_inside
-from ..common.errors import BaseModelMismatchError, RoutersFileError, first_line, quoted, short
-from .config import find_file, holds_routers, read_config
-from .draft_head import DraftHead, DraftHeadConfig
-from .files import DAMAGE, translated_errors
-from .routers import TIDERouters
-from .speculators import FLAGS, LAYER_FIELDS, TAPS
+from ..common.errors import BaseModelMismatchError, RoutersFileError, quoted, short
+from .config import check_head_field, find_file, holds_routers, read_config
+from .draft_head import DraftHead
+from .files import misfit, read_safetensors, translated_errors
+from .pickled import read_pickled
+from .routers import TIDERouters, config_for
+from .speculators import FLAGS, LAYER_FIELDS, TAPS, no_offsets
 
 LAYERS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
-# Tensors that a head does without: `t2d` follows from `d2t`, the others belong to the base model.
-UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
+# Tensors that belong to the base model, or follow from the config.
+UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 
 
 def is_foreign(config: Any) -> bool:
@@ -58,16 +56,17 @@ class ForeignHead:
             ConfigurationError: The config has impossible values.
         """
         model = base_inside(model)
-        structure, tensors = find_structure(model), dict(self.tensors)
-        shape = self._shape(structure, "embed_tokens.weight" in tensors)
-        self._check_base(structure, tensors, shape)
-        tensors.setdefault("d2t", torch.zeros(shape["draft_vocab_size"], dtype=torch.long))
-        routers = TIDERouters.for_model(model, exit_layers=[], draft_head=shape)
-        self._check_tensors(tensors, DraftHeadConfig.from_dict(shape), structure.vocab_size)
+        structure = find_structure(model)
+        shape = self._shape(structure, "embed_tokens.weight" in self.tensors)
+        self._check_base(structure, shape)
+        config = config_for(model, exit_layers=[], draft_head=shape)
+        with torch.device("meta"):  # memory is for tensors that have been checked
+            routers = TIDERouters(config)
         head: Any = routers.draft_head
-        head.load_state_dict({**tensors, "confidence": head.confidence})
+        tensors = self._checked_tensors(head, structure.vocab_size)
+        head.load_state_dict({**tensors, "confidence": torch.tensor([1.0, 0.0])}, assign=True)
         routers.config.name_or_path = routers.name_or_path = self.name
-        return routers
+        return routers.eval()
 
     def _shape(self, structure: DecoderStructure, has_embedding: bool) -> dict[str, Any]:
         """The fields of `DraftHeadConfig`."""
@@ -75,19 +74,21 @@ class ForeignHead:
         layer = config.get("transformer_layer_config", config)
         if not (isinstance(layer, dict) and isinstance(eagle, dict)):
             raise self._refuse(short([layer, eagle]), "JSON objects as transformer_layer_config and eagle_config")
-        kind = layer.get("model_type", "llama")
-        if kind not in LAYERS or layer.get("num_hidden_layers", 1) != 1:
-            got = f"{layer.get('num_hidden_layers', 1)} layer(s) of model_type {kind!r}"
+        kind, count = layer.get("model_type", "llama"), layer.get("num_hidden_layers", 1)
+        if kind not in [*LAYERS] or count != 1:
+            got = f"{short(count)} layer(s) of model_type {short(kind)}"
             raise self._refuse(got, f"one layer of model_type {' or '.join(map(repr, LAYERS))}")
-        rope = layer.get("rope_parameters") or {
-            "rope_theta": layer.get("rope_theta", 10000.0),
-            **(layer.get("rope_scaling") or {"rope_type": "default"}),
-        }
+        scaling = layer.get("rope_scaling") or {"rope_type": "default"}
+        if not isinstance(scaling, dict):
+            raise self._refuse(f"a rope_scaling of {short(scaling)}", "a JSON object")
+        rope = layer.get("rope_parameters") or {"rope_theta": layer.get("rope_theta", 10000.0), **scaling}
+        # Fields that have their default value are left out of a config that transformers saves.
+        known = {name: layer[name] for name in LAYER_FIELDS if layer.get(name) is not None}
+        for name, value in known.items():
+            check_head_field(name, value)
         try:
-            # Fields that have their default value are left out of a config that transformers saves.
-            known = {name: layer[name] for name in LAYER_FIELDS if layer.get(name) is not None}
             filled = LAYERS[kind](**known)
-        except (StrictDataclassError, TypeError, ValueError, ArithmeticError) as error:
+        except StrictDataclassError as error:
             raise self._refuse(quoted(error), "the config of a decoder layer") from error
         values = {name: getattr(filled, name, False) for name in LAYER_FIELDS}
         values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
@@ -103,43 +104,40 @@ class ForeignHead:
             "has_embedding": has_embedding,
         }
 
-    def _check_base(self, structure: DecoderStructure, tensors: Mapping[str, Tensor], shape: dict[str, Any]) -> None:
+    def _check_base(self, structure: DecoderStructure, shape: dict[str, Any]) -> None:
         layer = self.config.get("transformer_layer_config", self.config)
-        t2d, taps = tensors.get("t2d"), shape["tap_layers"]
-        vocabulary = len(t2d) if t2d is not None else layer.get("vocab_size", structure.vocab_size)
+        t2d, taps = self.tensors.get("t2d"), shape["tap_layers"]
+        vocabulary = len(t2d) if t2d is not None and t2d.dim() else layer.get("vocab_size", structure.vocab_size)
         deepest = max((tap for tap in taps if type(tap) is int), default=0) if isinstance(taps, list) else 0
         ours = (shape["target_hidden_size"], vocabulary, max(deepest, structure.num_layers))
         theirs = (structure.hidden_size, structure.vocab_size, structure.num_layers)
         if ours != theirs:
             raise BaseModelMismatchError(
                 f"the draft head at {self.name} belongs to another base model",
-                got=f"a head for a model of (hidden size, vocabulary, layers) {ours}",
+                got=f"a head for a model of (hidden size, vocabulary, layers) {short(ours)}",
                 expected=f"{theirs}",
                 do="Load a head that was trained for this model, or make one with tide_hf.calibrate().",
             )
 
-    def _check_tensors(self, tensors: dict[str, Tensor], config: DraftHeadConfig, vocab_size: int) -> None:
-        with torch.device("meta"):
-            expected = {name: tuple(one.shape) for name, one in DraftHead(config, vocab_size).state_dict().items()}
-        expected.pop("confidence")
-        t2d = tensors.get("t2d")
+    def _checked_tensors(self, head: DraftHead, vocab_size: int) -> dict[str, Tensor]:
+        """The tensors for a head that is still on the meta device."""
+        expected = {name: one for name, one in head.state_dict().items() if name != "confidence"}
+        tensors = {"d2t": no_offsets(expected["d2t"].shape), **self.tensors}
+        if tensors["d2t"].dtype == torch.int32:
+            tensors["d2t"] = tensors["d2t"].long()
         for name in set(UNUSED) & set(tensors):
             del tensors[name]
-        found = {name: tuple(one.shape) for name, one in tensors.items()}
-        if found != expected:
-            wrong = {name: found.get(name) for name in sorted(expected.keys() ^ found.keys())} or {
-                name: shape for name, shape in found.items() if expected[name] != shape
-            }
-            raise self._refuse(f"tensors {short(wrong)}", f"{short({name: expected.get(name) for name in wrong})}")
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() != (name != "d2t") or not bool(torch.isfinite(tensor).all()):
-                raise self._refuse(f"{name} of {tensor.dtype} with NaN, infinite or no numbers", "finite numbers")
-        tokens = torch.arange(config.draft_vocab_size) + tensors["d2t"].long()
+        if "t2d" in tensors:
+            expected["t2d"] = torch.empty(vocab_size, dtype=torch.bool, device="meta")
+        if wrong := misfit(tensors, expected):
+            raise self._refuse(wrong, "finite tensors that have the names and shapes of its config")
+        tokens, t2d = torch.arange(len(tensors["d2t"])) + tensors["d2t"], tensors.pop("t2d", None)
         is_in_vocabulary = bool(((tokens >= 0) & (tokens < vocab_size)).all()) and len(tokens.unique()) == len(tokens)
         if not is_in_vocabulary or (
             t2d is not None and not (bool(t2d[tokens].all()) and int(t2d.sum()) == len(tokens))
         ):
             raise self._refuse("d2t with other than distinct token ids", "what t2d says, within the vocabulary")
+        return {name: tensor.to(expected[name].dtype).contiguous() for name, tensor in tensors.items()}
 
     def _refuse(self, got: str, expected: str) -> RoutersFileError:
         return RoutersFileError(
@@ -153,8 +151,8 @@ class ForeignHead:
 def read_foreign(name_or_path: str | os.PathLike[str], **where: Any) -> ForeignHead | None:
     """Read a draft head in another format from a folder or a Hub repository; `None` if there are routers of our own.
 
-    Weights are `model.safetensors`, or else `pytorch_model.bin`, read with `weights_only=True`, so code in it cannot
-    run. `where` is as for `find_file`.
+    Weights are `model.safetensors`, or else `pytorch_model.bin`, in which code cannot run. `where` is as for
+    `find_file`.
 
     Raises:
         RoutersFileError: It is of another kind than EAGLE-3, or damaged.
@@ -168,7 +166,7 @@ def read_foreign(name_or_path: str | os.PathLike[str], **where: Any) -> ForeignH
         kind = config.get("speculators_model_type", "eagle3")
         head = ForeignHead(name, config, {})
         if kind != "eagle3":
-            raise head._refuse(f"a draft head of kind {kind!r}", "'eagle3'")
+            raise head._refuse(f"a draft head of kind {short(kind)}", "'eagle3'")
         where |= {"revision": commit} if commit else {}
         tensors = _read_tensors(name_or_path, **where)
     return ForeignHead(name, config, {key.replace("midlayer.", "layers.0."): one for key, one in tensors.items()})
@@ -176,11 +174,9 @@ def read_foreign(name_or_path: str | os.PathLike[str], **where: Any) -> ForeignH
 
 def _read_tensors(name_or_path: str | os.PathLike[str], **where: Any) -> dict[str, Tensor]:
     try:
-        return load(find_file(name_or_path, SAFE_WEIGHTS_NAME, **where).read_bytes())
+        return read_safetensors(find_file(name_or_path, SAFE_WEIGHTS_NAME, **where))[1]
     except OSError:
-        file = Path(find_file(name_or_path, WEIGHTS_NAME, **where))
-    try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-        return {str(name): tensor.contiguous() for name, tensor in tensors.items()}
-    except DAMAGE as error:
-        raise ValueError(f"{WEIGHTS_NAME}: {type(error).__name__}: {first_line(error)}") from error
+        tensors = read_pickled(find_file(name_or_path, WEIGHTS_NAME, **where))
+    if not (isinstance(tensors, dict) and all(isinstance(one, Tensor) for one in tensors.values())):
+        raise ValueError(f"{WEIGHTS_NAME} with other than tensors by name")
+    return {str(name): tensor for name, tensor in tensors.items()}

@@ -6,10 +6,8 @@ import hashlib
 import json
 import logging
 import os
-import pickle
 import re
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..common.errors import (
@@ -28,9 +26,11 @@ from ..common.errors import (
     TIDEError,
     first_line,
     quoted,
+    short,
 )
-from ..common.files import remove_abandoned, write_atomically
+from ..common.files import parse_json, remove_abandoned, write_atomically
 from .config import TIDEConfig, bad_file, find_file
+from .pickled import DAMAGE, read_pickled
 from .speculators import NUM_DRAFT_TOKENS, from_speculators, speculators_config, to_speculators
 
 # Metadata keys of the safetensors file.
@@ -40,9 +40,8 @@ DIGEST = "tide_config_and_values_sha256"
 # tensors that are not the head's. It refuses tensors that it does not know, and reads no folder within a repository.
 SPECULATORS = "speculators"
 OTHERS = "tide"
-# Errors of torch, pickle and zipfile on a damaged file.
-DAMAGE: tuple[type[Exception], ...] = (ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError)
-DAMAGE += (TypeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile)
+MAX_HEADER = 2**20  # bytes of names and shapes; each takes about a hundred
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 logger = logging.getLogger(__name__)
 
@@ -125,17 +124,49 @@ def read_weights(
 
     Returns the config that matches the weights (see [`matching_config`]) and the tensors.
     """
-    content = find_file(name_or_path, SAFE_WEIGHTS_NAME, **where).read_bytes()
-    tensors = load(content)
+    content, tensors = read_safetensors(find_file(name_or_path, SAFE_WEIGHTS_NAME, **where))
     config = matching_config(name_or_path, content, config)
     known = config.others_sha256
     if known is None:
         return config, tensors
-    content = find_file(name_or_path, _others_file(known), **where).read_bytes()
-    others, found = load(content), hashlib.sha256(content).hexdigest()
+    content, others = read_safetensors(find_file(name_or_path, _others_file(known), **where))
+    found = hashlib.sha256(content).hexdigest()
     if found != known:
         raise bad_file(name_or_path, f"{_others_file(known)} with SHA-256 {found[:12]}...")
     return config, from_speculators(tensors, others)
+
+
+def read_safetensors(file: Path) -> tuple[bytes, dict[str, Tensor]]:
+    """The content of a safetensors file, and its tensors, which are no larger than the file.
+
+    Raises:
+        SafetensorError, ValueError: The file is damaged, or has too many or other tensors than PyTorch knows.
+    """
+    content = file.read_bytes()
+    if int.from_bytes(content[:8], "little") > MAX_HEADER:
+        raise ValueError(f"{file.name} with a header of over {MAX_HEADER} bytes")
+    try:
+        return content, load(content)
+    except (AssertionError, LookupError, TypeError) as error:  # of safetensors, where PyTorch lacks a dtype
+        raise ValueError(f"{file.name} with a tensor of dtype {first_line(error)}") from error
+
+
+def misfit(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
+    """What is wrong with the first of `tensors` that does not fit; empty if all do.
+
+    Names, shapes and kinds of numbers are those of `expected`, which may be on the meta device; the numbers are finite.
+    """
+    for name in sorted(tensors.keys() | expected.keys()):
+        found, right = tensors.get(name), expected.get(name)
+        if found is None or right is None:
+            return f"{short(name)} {'is missing' if found is None else 'is unknown'}"
+        if found.shape != right.shape:
+            return f"{name} of shape {short(tuple(found.shape))} where {tuple(right.shape)} fits"
+        if found.dtype != right.dtype and not (found.dtype in FLOATS and right.dtype in FLOATS):
+            return f"{name} of {found.dtype} where {right.dtype} fits"
+        if found.is_floating_point() and not bool(found.isfinite().all()):
+            return f"{name} with NaN or infinite numbers"
+    return ""
 
 
 def write_speculators(routers: Any, folder: str | os.PathLike[str], num_draft_tokens: int = NUM_DRAFT_TOKENS) -> None:
@@ -202,7 +233,7 @@ def matching_config(name_or_path: str | os.PathLike[str], content: bytes, config
         name_or_path,
         SAFE_WEIGHTS_NAME,
     )
-    config = TIDEConfig.from_dict(json.loads(config_copy))
+    config = TIDEConfig.from_dict(parse_json(config_copy))
     config.weights_sha256 = found
     return config
 
@@ -236,14 +267,13 @@ def read_router_pt(
             "no such file", got=path, expected="a router.pt of tide-inference", do="Check the path."
         )
     try:
-        _check_parts(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = read_pickled(Path(path))
         bottleneck_dim = int(state["bottleneck_dim"])
         layers = {int(position) + 1: layer for position, layer in state["router_layers"].items()}
         layers.pop(num_layers, None)
         shapes = {"down.weight": (bottleneck_dim, hidden_size), "up.weight": (1, bottleneck_dim)}
         weights = {
-            exit_layer: tuple(_dense_weight(layer, name, shape) for name, shape in shapes.items())
+            exit_layer: tuple(_weight(layer, name, shape) for name, shape in shapes.items())
             for exit_layer, layer in layers.items()
         }
     except DAMAGE as error:
@@ -256,21 +286,8 @@ def read_router_pt(
     return bottleneck_dim, weights  # type: ignore[return-value]
 
 
-def _check_parts(path: str | os.PathLike[str]) -> None:
-    """Check the checksums of a `torch.save` file, which torch does not check. Only zip files have checksums."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise ValueError(f"the part {damaged} is damaged")
-
-
-def _dense_weight(layer: Any, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return the weight `name`; refuse a weight that is sparse, nested, quantised, complex or of another shape."""
-    weight = layer[name]
-    is_dense = type(weight) in (Tensor, nn.Parameter) and not weight.is_nested and weight.layout == torch.strided
-    if not (is_dense and weight.dtype.is_floating_point and weight.device.type == "cpu"):
-        raise ValueError(f"{name} is no dense tensor of floats")
-    if weight.shape != shape:
-        raise ValueError(f"{name} has shape {tuple(weight.shape)} where {shape} fits the base model")
-    return weight
+def _weight(layer: Any, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return the weight `name` of a router; raise `ValueError` if it does not fit."""
+    if wrong := misfit({name: layer[name]}, {name: torch.empty(shape, device="meta")}):
+        raise ValueError(wrong)
+    return layer[name]

@@ -19,7 +19,7 @@ from ..common.hub_access import hub_options
 from .config import WHERE, TIDEConfig, bad_file, read_config
 from .draft_head import DraftHead, DraftHeadConfig
 from .exit_points import ExitPoint
-from .files import read_router_pt, read_weights, routers_not_found, translated_errors, write_routers
+from .files import misfit, read_router_pt, read_weights, routers_not_found, translated_errors, write_routers
 
 MAX_HASH_DISTANCE = 0.15  # 4-bit quantisation flips about 3% of the bits; another model's head differs in half
 
@@ -85,16 +85,7 @@ class TIDERouters(PreTrainedModel):
         Returns:
             Routers on the CPU in float32, whose heads start as the identity.
         """
-        model = base_inside(model)
-        structure = find_structure(model)
-        identity = {
-            "base_model_name_or_path": model.config._name_or_path or None,
-            "unembed_hash": unembed_hash(structure.head),
-            "hidden_size": structure.hidden_size,
-            "num_hidden_layers": structure.num_layers,
-            "vocab_size": structure.vocab_size,
-        }
-        return cls(TIDEConfig(**identity, **config)).eval()
+        return cls(config_for(base_inside(model), **config)).eval()
 
     @classmethod
     def from_router_pt(
@@ -106,7 +97,7 @@ class TIDERouters(PreTrainedModel):
         the file lacks, become zero. A router after the last layer has nothing to skip and is left out.
 
         Args:
-            path: The file. It is read with `weights_only=True`, so code inside it cannot run.
+            path: The file. Code inside it cannot run.
             base_model: The model that the routers were calibrated for.
             exit_threshold: Exit threshold; 0.85 is the published default.
 
@@ -159,17 +150,17 @@ class TIDERouters(PreTrainedModel):
             config, tensors = read_weights(name_or_path, config, **where)
             if changes:
                 config = TIDEConfig.from_dict(config.to_dict() | changes)
+            with torch.device("meta"):
+                wrong = misfit(tensors, cls(config).state_dict())
+            if wrong:
+                raise bad_file(name_or_path, f"tensors that do not fit its config ({wrong})")
+            tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}  # see `no_offsets`
             # Without a name, transformers looks for no other files, such as an adapter_config.json, whose adapter it
             # would load into the routers.
-            routers, info = super().from_pretrained(
-                None, config=config, state_dict=tensors, **{**kwargs, "output_loading_info": True}
-            )
+            routers = super().from_pretrained(None, config=config, state_dict=tensors, **kwargs)
         routers.config.name_or_path = routers.name_or_path = str(name_or_path)
-        wrong = {name: sorted(map(str, found)) for name, found in info.items() if found and name != "error_msgs"}
-        if wrong:
-            raise bad_file(name_or_path, f"tensors that do not fit its config ({wrong})")
         for name, tokens in routers._token_ids().items():
-            if tokens.dtype != torch.int64 or not 0 <= int(tokens.min()) <= int(tokens.max()) < config.vocab_size:
+            if not 0 <= int(tokens.min()) <= int(tokens.max()) < config.vocab_size:
                 raise bad_file(name_or_path, f"a {name} with other than token ids")
         return routers.eval()
 
@@ -263,6 +254,19 @@ class TIDERouters(PreTrainedModel):
                 expected="exit layers, or in early_exit a draft head and kv_cache_strategy='recompute'",
                 do="Make routers with tide_hf.calibrate(), or choose another mode.",
             )
+
+
+def config_for(model: PreTrainedModel, **config: Any) -> TIDEConfig:
+    """The config of routers for a model, with the given fields."""
+    structure = find_structure(model)
+    identity = {
+        "base_model_name_or_path": model.config._name_or_path or None,
+        "unembed_hash": unembed_hash(structure.head),
+        "hidden_size": structure.hidden_size,
+        "num_hidden_layers": structure.num_layers,
+        "vocab_size": structure.vocab_size,
+    }
+    return TIDEConfig(**identity, **config)
 
 
 def check_base_model(config: TIDEConfig, model: PreTrainedModel, *, ignore_base_mismatch: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,8 +76,13 @@ def from_speculators(head: Mapping[str, Tensor], others: Mapping[str, Tensor]) -
     """The tensors of routers that `to_speculators` has split."""
     tensors = {f"{PREFIX}{name}": one for name, one in head.items() if name != "t2d"}
     if "d2t" not in head and "lm_head.weight" in head:
-        tensors[f"{PREFIX}d2t"] = torch.zeros(len(head["lm_head.weight"]), dtype=torch.long)
+        tensors[f"{PREFIX}d2t"] = no_offsets(head["lm_head.weight"].shape[:1])
     return {**tensors, **others}
+
+
+def no_offsets(shape: Sequence[int]) -> Tensor:
+    """The `d2t` of a draft vocabulary that is the whole one; it takes no memory, as its shape is not checked yet."""
+    return torch.zeros((), dtype=torch.long).expand(shape)
 
 
 def vllm_command(base: str, revision: str | None, name: str) -> str:
