@@ -1,7 +1,9 @@
 """C++ kernels: fetched ready-made or built once, and kept where nobody else can write."""
 
+import importlib.util
 import logging
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -160,6 +162,28 @@ def test_what_a_compiler_says_is_shown(home, monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("CXX", str(compiler))
     assert not build_kernels(DTYPE)
     assert "compiler failed: an \ufffd error" in caplog.text
+
+
+def plant_bytecode(source, folder):
+    """Put bytecode that Python takes for that of `source` where Python looks for it."""
+    other, found = folder / "other.py", source.stat()
+    other.write_text("raise AssertionError('it ran')\n".ljust(found.st_size, "#"))
+    os.utime(other, ns=(found.st_atime_ns, found.st_mtime_ns))
+    cached = importlib.util.cache_from_source(source)
+    py_compile.compile(other, cfile=cached, invalidation_mode=py_compile.PycInvalidationMode.TIMESTAMP)
+
+
+@pytest.mark.usefixtures("not_fetched_before")
+def test_bytecode_in_a_local_build_is_neither_run_nor_written(shared_kernels, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    variant = shared_kernels(DTYPE)
+    copy = shutil.copytree(variant, tmp_path / "build" / variant.name, ignore=shutil.ignore_patterns("__pycache__"))
+    plant_bytecode(copy / "cpu.py", tmp_path)
+    monkeypatch.setenv("LOCAL_KERNELS", f"{KERNELS_REPO}={tmp_path}")
+    assert kernels.fetch_kernels(KERNELS_REPO, None) is None
+    assert are_ready(DTYPE)
+    assert len(list((copy / "__pycache__").iterdir())) == 1
+    assert (sys.pycache_prefix, sys.dont_write_bytecode) == (None, False)
 
 
 def later_process(script, *arguments, **environment):
