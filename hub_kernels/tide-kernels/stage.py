@@ -16,13 +16,15 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -59,6 +61,7 @@ CPU_LEVELS: dict[str, dict[str, tuple[str, str]]] = {
 }
 NAME, VERSION, LICENSE = "tide-kernels", 1, "apache-2.0"
 CAPABILITIES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+BUILD_SECONDS, VERSION_SECONDS = 600, 10  # that compilers may take: for all sources, and to tell their version
 STABLE_ABI = (2, 10)
 STABLE_NAME = f"torch-stable-abi{STABLE_ABI[0]}{STABLE_ABI[1]}"
 STABLE_TARGET = f"-DTORCH_TARGET_VERSION=0x{STABLE_ABI[0]:02x}{STABLE_ABI[1]:02x}000000000000"
@@ -167,19 +170,22 @@ def stage_cpu(folder: Path, levels: Sequence[str] = (), values: Sequence[str] = 
         The variant's folder.
 
     Raises:
-        BuildError: There is no compiler, it refuses the sources, or this machine or PyTorch is not supported.
+        BuildError: There is no compiler, it refuses the sources or takes longer than `BUILD_SECONDS`, or this machine
+            or PyTorch is not supported.
     """
     check_cpu()
+    run = partial(_run, deadline=time.monotonic() + BUILD_SECONDS)
     known = CPU_LEVELS[_machine()]
     variant = _emptied(folder / f"{STABLE_NAME}-cpu-{_machine()}-{platform.system().lower()}")
     unique_name = "_".join([_unique_name("cpu", cpu_files()), *(value.rpartition(":")[2].lower() for value in values)])
-    with tempfile.TemporaryDirectory() as objects, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    in_folder = tempfile.TemporaryDirectory(dir=folder, prefix=".")  # so that a build that is killed leaves one folder
+    with in_folder as objects, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for level in levels or known:
             library = f"{unique_name}_{level}"
             commands = _cpu_commands(library, known[level], values, Path(objects) / level)
-            list(pool.map(_run, commands))
-            link = [_compiler(), "-shared", *(command[-1] for command in commands), *_torch_libraries()]
-            _run([*link, "-o", str(variant / f"{library}.abi3.so")])
+            list(pool.map(run, commands))
+            link = [*compiler(), "-shared", *(command[-1] for command in commands), *_torch_libraries()]
+            run([*link, "-o", str(variant / f"{library}.abi3.so")])
     _write(variant, unique_name, CPU_OPS_FILE.format(unique_name=unique_name), "cpu", None)
     return variant
 
@@ -189,8 +195,32 @@ def check_cpu() -> None:
     if _machine() not in CPU_LEVELS or platform.system() not in ("Linux", "Darwin"):
         raise BuildError(f"there are no CPU kernels for {platform.system()} on {platform.machine()}")
     _check_torch()
-    if shutil.which(_compiler()) is None:
-        raise BuildError(f"{_compiler()} was not found")
+    if not compiler_facts():
+        raise BuildError(f"{compiler()[0]} was not found")
+
+
+def compiler() -> list[str]:
+    """The C++ compiler: what `CXX` names, a path or a command with arguments such as `ccache g++`, or else `c++`."""
+    name = os.environ.get("CXX", "").strip() or "c++"
+    try:
+        return [name] if shutil.which(name) else shlex.split(name)
+    except ValueError as error:
+        raise BuildError(f"CXX is no command ({error})") from None
+
+
+def compiler_facts() -> tuple[str, ...]:
+    """Command, path and version of [`compiler`]; empty if it was not found."""
+    command = compiler()
+    path = shutil.which(command[0])
+    return (*command, os.path.realpath(path), _version(*command)) if path is not None else ()
+
+
+@cache
+def _version(*command: str) -> str:
+    try:
+        return _run([*command, "--version"], time.monotonic() + VERSION_SECONDS)
+    except BuildError:  # it takes no such option; what else is wrong with it will show in a build
+        return ""
 
 
 def cpu_files() -> list[Path]:
@@ -212,7 +242,7 @@ def _cpu_commands(library: str, level: tuple[str, str], values: Sequence[str], o
 
     capability, flags = level
     objects.mkdir()
-    common = [_compiler(), *CPU_FLAGS, *(f"-I{path}" for path in include_paths()), "-c"]
+    common = [*compiler(), *CPU_FLAGS, *(f"-I{path}" for path in include_paths()), "-c"]
     built_for = [f"-DTIDE_{value.rpartition(':')[2].upper()}" for value in values]
     binding = [STABLE_TARGET, f"-DTORCH_EXTENSION_NAME={library}", *built_for]
     units = [("binding", binding)]
@@ -234,10 +264,6 @@ def _check_torch() -> None:
         )
 
 
-def _compiler() -> str:
-    return os.environ.get("CXX") or "c++"
-
-
 def _machine() -> str:
     """This machine as the `kernels` client names it."""
     return {"arm64": "aarch64", "AMD64": "x86_64"}.get(platform.machine(), platform.machine())
@@ -250,16 +276,9 @@ def _torch_libraries() -> list[str]:
 
 
 def load_variant(variant: Path) -> ModuleType:
-    """Import a variant that was staged on this machine; others come through the `kernels` client.
-
-    No bytecode is written, since `metadata.json` could not list it.
-    """
+    """Import a variant that was staged on this machine; others come through the `kernels` client."""
     name = f"staged_{hashlib.sha256(str(variant.resolve()).encode()).hexdigest()[:8]}"
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        return _module_at(variant / "__init__.py", name, submodule_search_locations=[str(variant)])
-    finally:
-        sys.dont_write_bytecode = before
+    return _module_at(variant / "__init__.py", name, submodule_search_locations=[str(variant)])
 
 
 def _module_at(path: Path, name: str, **options: list[str]) -> ModuleType:
@@ -348,11 +367,14 @@ def _emptied(folder: Path) -> Path:
     return folder
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], deadline: float | None = None) -> str:
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=left)
     except FileNotFoundError:
         raise BuildError(f"{command[0]} was not found") from None
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{command[0]} takes too long, and was stopped. CXX may name another compiler.") from None
     if done.returncode:
         lines = done.stderr.splitlines()
         first = next((line for line in lines if "error" in line), "it says nothing of an error")

@@ -1,7 +1,12 @@
 """C++ kernels: fetched ready-made or built once, and kept where nobody else can write."""
 
+import base64
+import hashlib
+import importlib.util
+import json
 import logging
 import os
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -10,16 +15,20 @@ from threading import Event
 
 import pytest
 import torch
+from filelock import FileLock
 from torch._inductor import codecache
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import KernelError
+from tide_hf.common.files import ABANDONED_AFTER
+from tide_hf.engines import warm_up
 from tide_hf.kernels import compile_cache, ops
 from tide_hf.kernels.cpu import cpp_kernels as kernels
 from tide_hf.kernels.cpu.cpp_kernels import are_ready, build_kernels, load_op, obstacle_to_build
 from tide_hf.kernels.fetch import KERNELS_REPO
 
 BUILT, BUILT_FOLDER = kernels._built, kernels.built_folder  # before conftest.py replaces them
+STAGE_CPU = kernels.stage_module().stage_cpu
 DTYPE = torch.float32
 # Loading a truncated library would end the process, so this runs in another one.
 LATER_PROCESS = """
@@ -72,12 +81,28 @@ def home(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels, "_built", BUILT)
     monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path / "home"))
     compile_cache.warn_unused.cache_clear()
+    kernels._warn_refused.cache_clear()
     return tmp_path / "home"
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """A function that makes a shell script, which is the compiler unless `CXX` is set otherwise."""
+
+    def make(content, name="compiler"):
+        path = tmp_path / name
+        path.write_bytes(b"#!/bin/sh\n" + content)
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+        return path
+
+    return make
 
 
 @pytest.fixture
 def copied(monkeypatch, shared_kernels):
     """Builds are copies of one that was built before."""
+    shared_kernels(DTYPE)
 
     def stage_cpu(folder, levels, values):
         (dtype,) = (dtype for dtype, value in kernels.DTYPES.items() if [value] == values)
@@ -97,6 +122,8 @@ def kept(home, copied, monkeypatch):
     finally:
         os.umask(umask)
     kernels._loaded.clear()
+    for name in [name for name in sys.modules if name.startswith("staged_")]:
+        del sys.modules[name]
     (variant,) = BUILT_FOLDER(DTYPE).iterdir()
     return variant
 
@@ -112,7 +139,7 @@ def test_a_build_that_fails_is_logged_once(home, monkeypatch, caplog, compiler, 
     (record,) = caplog.records
     message = f"no C++ kernels for torch.float32, so PyTorch's own operations are used: {reason}"
     assert record.getMessage().startswith(message)
-    assert not any(BUILT_FOLDER(DTYPE).iterdir())  # nothing half finished is left
+    assert not list(home.glob("kernels/*/*"))  # nothing half finished is left
 
 
 def test_other_systems_and_dtypes_have_no_kernels(home, monkeypatch, caplog):
@@ -153,13 +180,122 @@ def test_without_the_sources_there_are_no_kernels(home, monkeypatch, caplog, tmp
     assert "no C++ kernels for torch.float32" in caplog.text
 
 
-def test_what_a_compiler_says_is_shown(home, monkeypatch, caplog, tmp_path):
-    compiler = tmp_path / "compiler"
-    compiler.write_bytes(b"#!/bin/sh\necho note >&2\nprintf 'an \\377 error\\n' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+def test_what_a_compiler_says_is_shown(home, script, caplog):
+    script(b"echo note >&2\nprintf 'an \\377 error\\n' >&2\nexit 1\n")
     assert not build_kernels(DTYPE)
     assert "compiler failed: an \ufffd error" in caplog.text
+
+
+def test_a_build_that_cannot_be_loaded_is_not_kept_and_the_next_process_builds_again(home, copied, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "true")
+        patch.setattr(kernels.stage_module(), "stage_cpu", STAGE_CPU)
+        assert not build_kernels(DTYPE)
+        assert not list(home.glob("kernels/*/*"))
+    assert "no C++ kernels for torch.float32, so PyTorch's own operations are used" in caplog.text
+    kernels._loaded.clear()
+    assert build_kernels(DTYPE)
+
+
+def test_a_kept_build_that_cannot_be_loaded_any_more_is_built_again(kept):
+    content = b"raise ImportError"
+    (kept / "cpu.py").write_bytes(content)
+    metadata = json.loads((kept / "metadata.json").read_text())
+    metadata["digest"]["files"]["cpu.py"] = base64.b64encode(hashlib.sha256(content).digest()).decode()
+    (kept / "metadata.json").write_text(json.dumps(metadata))
+    assert not are_ready(DTYPE)
+    assert not kept.exists()
+    assert build_kernels(DTYPE)
+    assert kept.exists()
+
+
+@pytest.mark.parametrize("command", ["{ccache} c++", "'{spaces}' c++", "{spaces}"])
+def test_a_compiler_may_be_a_command_with_arguments_or_have_spaces_in_its_name(home, script, monkeypatch, command):
+    ccache, spaces = script(b'exec "$@"', "ccache"), script(b'[ "$1" = c++ ] && shift; exec c++ "$@"', "my compiler")
+    monkeypatch.setenv("CXX", command.format(ccache=ccache, spaces=spaces))
+    assert obstacle_to_build(DTYPE) is None
+    stage = kernels.stage_module()
+    whole = [*stage.compiler(), "--version"]
+    assert subprocess.run(whole, capture_output=True, text=True, check=True).stdout == stage.compiler_facts()[-1]
+    assert stage.compiler_facts()[-1].strip()
+
+
+def test_a_compiler_with_an_open_quote_is_refused(home, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "'c++")
+    assert not build_kernels(DTYPE)
+    assert "CXX is no command (No closing quotation)" in caplog.text
+
+
+def test_what_a_killed_build_left_is_removed(home, copied):
+    folder = BUILT_FOLDER(DTYPE)
+    names = {"own": folder / ".a", "other": folder.parent / "other" / ".b", "old": folder.parent / "other" / ".c"}
+    for name in names.values():
+        (name / "torch-cpu").mkdir(parents=True, mode=0o755)
+    before = os.stat(folder).st_mtime - ABANDONED_AFTER - 1
+    os.utime(names["old"], (before, before))
+    assert build_kernels(DTYPE)
+    assert {name for name, path in names.items() if path.exists()} == {"other"}  # which another process may build
+
+
+def test_a_compiler_writes_to_the_folder_that_is_removed_after_a_killed_build(home, script, tmp_path):
+    script(b'echo "$@" >> "$0.log"; exit 1')
+    assert not build_kernels(DTYPE)
+    written = [line.split()[-1] for line in (tmp_path / "compiler.log").read_text().splitlines() if " -c " in line]
+    assert written
+    assert all(Path(file).relative_to(BUILT_FOLDER(DTYPE)).parts[0].startswith(".") for file in written)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Neither another process nor a compiler is waited for."""
+    monkeypatch.setattr(kernels.stage_module(), "BUILD_SECONDS", 0.1)
+    monkeypatch.setattr(kernels.stage_module(), "VERSION_SECONDS", 0.1)
+
+
+@pytest.mark.timeout(120)
+def test_a_compiler_that_does_not_end_is_stopped(home, script, impatient, caplog):
+    script(b"exec sleep 600")
+    assert not build_kernels(DTYPE)
+    assert "compiler takes too long, and was stopped. CXX may name another compiler." in caplog.text
+
+
+@pytest.mark.timeout(120)
+def test_a_build_of_another_process_that_does_not_end_is_not_waited_for(
+    home, impatient, tiny_llama, monkeypatch, caplog
+):
+    monkeypatch.setattr(warm_up, "WORTH_A_BUILD", 0)
+    model, ids, options = tiny_llama(), torch.tensor([[1, 2, 3]]), {"max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, **options)
+    folder = BUILT_FOLDER(DTYPE)
+    folder.parent.mkdir(parents=True)
+    with FileLock(f"{folder}.lock"):
+        TIDEModelForCausalLM.attach(model)
+        assert torch.equal(model.generate(ids, **options), expected)
+    (message,) = [record.getMessage() for record in caplog.records if "no C++ kernels" in record.getMessage()]
+    assert f"another process builds them and does not end: got a lock on {folder}.lock for 0 s." in message
+    assert message.endswith("within that time. End that process, or set TIDE_HF_HOME to another folder.")
+
+
+def plant_bytecode(source, folder):
+    """Put bytecode that Python takes for that of `source` where Python looks for it."""
+    other, found = folder / "other.py", source.stat()
+    other.write_text("raise AssertionError('it ran')\n".ljust(found.st_size, "#"))
+    os.utime(other, ns=(found.st_atime_ns, found.st_mtime_ns))
+    cached = importlib.util.cache_from_source(source)
+    py_compile.compile(other, cfile=cached, invalidation_mode=py_compile.PycInvalidationMode.TIMESTAMP)
+
+
+@pytest.mark.usefixtures("not_fetched_before")
+def test_bytecode_in_a_local_build_is_neither_run_nor_written(shared_kernels, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    variant = shared_kernels(DTYPE)
+    copy = shutil.copytree(variant, tmp_path / "build" / variant.name, ignore=shutil.ignore_patterns("__pycache__"))
+    plant_bytecode(copy / "cpu.py", tmp_path)
+    monkeypatch.setenv("LOCAL_KERNELS", f"{KERNELS_REPO}={tmp_path}")
+    assert kernels.fetch_kernels(KERNELS_REPO, None) is None
+    assert are_ready(DTYPE)
+    assert len(list((copy / "__pycache__").iterdir())) == 1
+    assert (sys.pycache_prefix, sys.dont_write_bytecode) == (None, False)
 
 
 def later_process(script, *arguments, **environment):
@@ -228,10 +364,14 @@ def test_a_build_that_others_may_have_written_is_not_loaded(what, kept, monkeypa
                 monkeypatch.setattr(os, "geteuid", lambda: 12345)
     (kept / "cpu.py").write_text("raise AssertionError('it ran')")
     assert not are_ready(DTYPE)
+    # So that no process builds while it attaches.
+    assert obstacle_to_build(DTYPE) == f"builds cannot be kept in {folder}"
     assert build_kernels(DTYPE)
     assert not Path(kernels._loaded[DTYPE].__file__).is_relative_to(kept)
+    refusal = f"{kept} is not loaded, since others may have written to it, or it is a link. Remove it, and the kernels"
     if "folder" in what:
-        assert f"{folder.parent} is not used for compiled code: others may write to it, or it is a link" in caplog.text
+        refusal = f"{folder.parent} is not used for compiled code: others may write to it, or it is a link"
+    assert caplog.text.count(refusal) == 1
 
 
 def test_kernels_are_built_where_they_cannot_be_kept(home, copied, caplog):
@@ -259,12 +399,14 @@ def test_of_two_processes_that_build_the_first_ones_build_is_kept(home, copied, 
     assert len(list(BUILT_FOLDER(DTYPE).iterdir())) == 1
 
 
-@pytest.mark.parametrize("change", ["cpu", "version", "source", "dtype"])
-def test_a_build_is_for_one_kind_of_cpu_and_one_pytorch(change, home, monkeypatch, tmp_path):
+@pytest.mark.parametrize("change", ["cpu", "version", "source", "dtype", "compiler", "its path", "its version"])
+def test_a_build_is_for_one_kind_of_cpu_one_pytorch_and_one_compiler(change, home, script, monkeypatch, tmp_path):
     def folder(dtype=DTYPE):
-        kernels._key.cache_clear()
+        for function in (kernels._key, kernels._compiler_key, kernels.stage_module()._version):
+            function.cache_clear()
         return BUILT_FOLDER(dtype)
 
+    compiler = script(b"echo 1")
     before, dtype, stage = folder(), torch.bfloat16 if change == "dtype" else DTYPE, kernels.stage_module()
     with pytest.MonkeyPatch.context() as patch:
         match change:
@@ -275,8 +417,20 @@ def test_a_build_is_for_one_kind_of_cpu_and_one_pytorch(change, home, monkeypatc
             case "source":
                 (tmp_path / "other.cpp").touch()
                 patch.setattr(stage, "cpu_files", lambda: [tmp_path / "other.cpp"])
+            case "compiler":
+                patch.setenv("CXX", f"{compiler} -w")
+            case "its path":
+                patch.setenv("CXX", str(shutil.copy(compiler, tmp_path / "moved")))
+            case "its version":
+                script(b"echo 2")
         assert folder(dtype) != before
+    script(b"echo 1")
     assert folder() == before
+
+
+def test_without_a_compiler_a_build_of_any_is_loaded(kept, monkeypatch):
+    monkeypatch.setenv("CXX", "no-compiler")
+    assert are_ready(DTYPE)
 
 
 @pytest.fixture

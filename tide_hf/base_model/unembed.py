@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
+from ..common.memory import copy_if_it_fits
 from ..kernels.ops import PLAIN, Ops
 from ..kernels.reference import which_norm
 from .inputs import takes_media
@@ -80,9 +82,13 @@ class DraftUnembed:
     """
 
     def __init__(self, unembed: Unembed, token_ids: Tensor | None = None) -> None:
-        self.unembed = unembed
-        self.token_ids = token_ids
-        self.head = _rows_of(unembed.structure.head, token_ids) if token_ids is not None else unembed.structure.head
+        self.unembed, head = unembed, unembed.structure.head
+        rows = None
+        if token_ids is not None:
+            weight: Any = head.weight
+            num_bytes = len(token_ids) * weight.shape[-1] * weight.element_size() if weight.is_cpu else 0
+            rows = copy_if_it_fits(partial(_rows_of, head, token_ids), num_bytes)
+        self.token_ids, self.head = (None, head) if rows is None else (token_ids, rows)
         self._source = self._find_source()
 
     def is_current(self) -> bool:

@@ -179,8 +179,8 @@ def _product(linear: nn.Module) -> Product | None:
         return Product(stored.values, stored.scales, bias, is_stored=True)
     if isinstance(gate, IntegerGate):
         return None
-    plain: Any = gate.convert(PlainWeight)
-    return Product(plain.plain[0], torch.empty(0), bias)
+    plain: Any = gate.convert(PlainWeight)  # a copy of weights that are not contiguous
+    return Product(plain.plain[0], torch.empty(0), bias) if plain is not None else None
 
 
 def _norm(norm: nn.Module) -> Norm | None:

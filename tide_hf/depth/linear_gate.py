@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dis
 from ..base_model.structure import DecoderStructure
 from ..base_model.unembed import addresses_of
 from ..common.errors import UnsupportedOptionError
+from ..common.memory import copy_if_it_fits, free_host_memory
 from ..kernels.cpu.cpp_kernels import DTYPES
 from ..kernels.cpu.integer_weights import IntegerWeight, integers_of
 from ..kernels.cpu.lossless_weights import HalfWeight, InexactWeightError, RequantizedWeight
@@ -83,8 +83,8 @@ class LinearGate(Gate):
         super().__init__(linear)
         self._size, self.may_copy, self._anywhere = linear.in_features, may_copy, anywhere
         self.converted: dict[type[WeightLayout], WeightLayout] = {}
-        # The version of the weight of which a layout cannot hold all values.
-        self._inexact: dict[type[WeightLayout], tuple[int, int]] = {}
+        # The version of the weight that could not be converted to a layout.
+        self._refused: dict[type[WeightLayout], tuple[int, int]] = {}
 
     def __call__(self, input: Tensor) -> Tensor:  # named as in nn.Linear
         """Run the layer in the fastest layout; outside TIDE's passes, run its own `forward`."""
@@ -141,22 +141,30 @@ class LinearGate(Gate):
         layouts = tuple(
             layout
             for layout in layouts
-            if (self.may_copy or not layout.is_copy) and self._inexact.get(layout) != version
+            if (self.may_copy or not layout.is_copy) and self._refused.get(layout) != version
         )
         layout = fastest_layout(self._weight.dtype, rows, layouts)
-        if layout is None:
+        return None if layout is None else self.convert(layout) or self.prepare(rows, layouts)
+
+    def convert(self, layout: type[WeightLayout]) -> WeightLayout | None:
+        """Return the weights in a layout, converted at first use and again after they have changed.
+
+        Returns `None`, until they change, if the layout lacks some of their values, or there is no memory for a copy.
+        """
+        converted, sources = self.converted.get(layout), self.sources()
+        if converted is not None and converted.is_of(*sources):
+            return converted
+        version = version_of(sources[0])
+        if self._refused.get(layout) == version:
             return None
         try:
-            return self.convert(layout)
+            converted = copy_if_it_fits(partial(in_layout, layout, *sources), self.num_bytes if layout.is_copy else 0)
         except InexactWeightError:
-            self._inexact[layout] = version
-            return self.prepare(rows, layouts)
-
-    def convert(self, layout: type[WeightLayout]) -> WeightLayout:
-        """Return the weights in a layout, converted at first use and again after they have changed."""
-        converted, sources = self.converted.get(layout), self.sources()
-        if converted is None or not converted.is_of(*sources):
-            self.converted[layout] = converted = in_layout(layout, *sources)
+            converted = None
+        if converted is None:
+            self._refused[layout] = version
+        else:
+            self.converted[layout] = converted
         return converted
 
     # These lookups run at every product, and are ten times faster in `_parameters` than as attributes of a module.
@@ -173,11 +181,11 @@ class LinearGate(Gate):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave converted weights out of copies and pickles; a copy converts its own weights."""
-        return {**self.__dict__, "converted": {}, "_inexact": {}}
+        return {**self.__dict__, "converted": {}, "_refused": {}}
 
     def release(self) -> None:
         """Free the converted weights."""
-        self.converted, self._inexact = {}, {}
+        self.converted, self._refused = {}, {}
 
     def release_if_changed(self) -> None:
         """Free converted weights whose source was replaced or written to, including through `.data`."""
@@ -219,8 +227,8 @@ class SingleLayoutGate(LinearGate):
         super().__init__(linear, anywhere=True)
         self.layout = layout
 
-    def prepare(self, rows: int, layouts: Layouts) -> WeightLayout:
-        """Convert the weights to the gate's layout, whatever the number of rows."""
+    def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
+        """Convert the weights to the gate's layout, whatever the number of rows; `None` if memory has no room."""
         return self.convert(self.layout)
 
 
@@ -274,7 +282,7 @@ def copies_fit(linears: Iterable[Any]) -> bool:
     """Whether all copies of the layers' plain weights take at most a quarter of the free memory."""
     weights = [linear.weight for linear in linears if has_plain_weight(linear)]
     needed = sum(weight.nbytes * (1.5 if weight.dtype is torch.float32 else 1.0) for weight in weights)
-    return needed <= psutil.virtual_memory().available * MEMORY_SHARE
+    return needed <= free_host_memory() * MEMORY_SHARE
 
 
 def open_linear_gates(linears: list[nn.Linear], may_copy: bool, anywhere: bool = False) -> None:

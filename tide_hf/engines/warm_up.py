@@ -54,7 +54,10 @@ class WarmUp:
 
     @contextmanager
     def shown(self, *, is_due: bool = False) -> Iterator[None]:
-        """Context that shows the line as soon as something is prepared, or immediately with `is_due`; may be nested."""
+        """Context that shows the line as soon as something is prepared, or immediately with `is_due`; may be nested.
+
+        A line that is due is erased if nothing was prepared.
+        """
         if is_due:
             self._draw()
         self._shown += 1
@@ -75,11 +78,12 @@ class WarmUp:
             self._draw()
 
     def _draw(self) -> None:
+        layout = "{desc}: {n_fmt} {unit}{postfix}" if self.num_prepared else "{desc} ..."
         if self._line is None:
-            layout = "{desc}: {n_fmt} {unit}{postfix}"
             self._line = transformers_logging.tqdm(
                 desc=self.description, unit=self.unit, bar_format=layout, disable=None
             )
+        self._line.bar_format, self._line.leave = layout, self.num_prepared > 0
         self._line.n = self.num_prepared
         memory = f", {self.bytes / 1e6:.0f} MB" if self.bytes else ""
         self._line.set_postfix_str(f"{self.seconds:.1f} s{memory}")

@@ -7,6 +7,9 @@ import hashlib
 import json
 import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -50,9 +53,10 @@ def fetch(repo: str, revision: str | None, device_type: str) -> ModuleType | str
         else:
             check_files(kernels.install_kernel(repo, revision=revision, backend=device_type, trust_remote_code=[repo]))
         # Only this repository is trusted, not its dependencies.
-        module: ModuleType = kernels.get_kernel(
-            repo, revision=revision or "local", backend=device_type, trust_remote_code=[repo]
-        )
+        with sources_alone():
+            module: ModuleType = kernels.get_kernel(
+                repo, revision=revision or "local", backend=device_type, trust_remote_code=[repo]
+            )
         return module
     except (AttributeError, HTTPError, ImportError, OSError, RuntimeError, ValueError) as error:
         return f"{repo} cannot be loaded: {str(error).strip() or type(error).__name__}"
@@ -63,8 +67,22 @@ def variant_of(kernels: ModuleType) -> str:
     return Path(str(kernels.__file__)).parent.name
 
 
+@contextmanager
+def sources_alone() -> Iterator[None]:
+    """Context for importing a build: bytecode is neither read nor written, since `metadata.json` cannot list it."""
+    before = sys.pycache_prefix, sys.dont_write_bytecode
+    sys.pycache_prefix, sys.dont_write_bytecode = os.devnull, True  # a folder of bytecode that nobody can create
+    try:
+        yield
+    finally:
+        sys.pycache_prefix, sys.dont_write_bytecode = before
+
+
 def check_files(variant: Path) -> None:
-    """Verify a build's checksums before any of its code runs; raise `ValueError` if a file does not match."""
+    """Verify a build's checksums before any of its code runs; raise `ValueError` if a file does not match.
+
+    Bytecode is left out: import the build in [`sources_alone`].
+    """
     path = variant / "metadata.json"
     try:
         digest = json.loads(path.read_text())["digest"]

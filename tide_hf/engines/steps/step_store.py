@@ -11,13 +11,13 @@ from threading import Lock
 from time import perf_counter
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.cache_utils import Cache
 
 from ...base_model.unembed import addresses_of
+from ...common.memory import free_host_memory
 from ...depth.linear_gate import DRAFT_LAYOUTS, KERNEL_LAYOUTS, LinearGate, allowed_layouts, copies_fit, linear_gates
 from ...kernels.cpu.weight_layouts import WeightLayout
 from ...kernels.flash_decode import can_flash_decode
@@ -320,7 +320,7 @@ def reserved_bytes(device: torch.device) -> int:
 def free_memory(device: torch.device) -> int:
     """Bytes available for tensors, including PyTorch's cached memory."""
     if device.type != "cuda":
-        return int(psutil.virtual_memory().available)
+        return free_host_memory()
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0] + cached)
 

@@ -15,6 +15,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
@@ -25,13 +26,20 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch._ops import OpOverload
 
-from ...common.errors import first_line
-from ...common.files import OTHERS_WRITE, cache_folder, is_ours, is_private_folder, make_private_folder
+from ...common.errors import KernelError, first_line
+from ...common.files import (
+    ABANDONED_AFTER,
+    OTHERS_WRITE,
+    cache_folder,
+    is_ours,
+    is_private_folder,
+    make_private_folder,
+)
 from ..compile_cache import HEADER_FOLDER, HEADERS, compile_cache_folder, temporary_folder, warn_unused
-from ..fetch import check_files, fetch
+from ..fetch import check_files, fetch, sources_alone
 
 # With the types of values that stage.py knows.
 DTYPES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
@@ -86,9 +94,10 @@ def obstacle_to_build(dtype: torch.dtype) -> str | None:
     try:
         stage_module().check_cpu()
         folder = built_folder(dtype)
+        can_keep = _can_keep(folder) and all(map(_is_trusted, folder.glob("torch-*")))
     except UNBUILDABLE as error:
         return first_line(error)
-    return None if _can_keep(folder) else f"builds cannot be kept in {folder}"
+    return None if can_keep else f"builds cannot be kept in {folder}"
 
 
 def fetch_kernels(repo: str, revision: str | None) -> str | None:
@@ -160,15 +169,29 @@ def _fetched(repo: str, revision: str | None) -> ModuleType | str:
 
 
 def built_folder(dtype: torch.dtype) -> Path:
-    """The folder that holds the kernels built on this machine for a dtype, this PyTorch and this kind of CPU."""
-    return cache_folder() / "kernels" / _key(dtype, stage_module().cpu_level())
+    """The folder that holds the kernels built on this machine for a dtype, this PyTorch, kind of CPU and compiler.
+
+    Without a compiler the name is a pattern, which fits the builds of all compilers.
+    """
+    key = _key(dtype, stage_module().cpu_level())
+    return cache_folder() / "kernels" / f"{key}-{_compiler_key(os.environ.get('CXX'))}"
 
 
 @lru_cache  # called by every pass while there are no kernels
 def _key(dtype: torch.dtype, level: str) -> str:
     sources = b"".join(file.read_bytes() for file in stage_module().cpu_files())
     facts = (hashlib.sha256(sources).hexdigest(), torch.__version__, sys.platform)
-    return f"{str(dtype).removeprefix('torch.')}-{level}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
+    return f"{str(dtype).removeprefix('torch.')}-{level}-{_digest(facts)}"
+
+
+@lru_cache
+def _compiler_key(_variable: str | None) -> str:
+    facts = stage_module().compiler_facts()
+    return _digest(facts) if facts else "*"
+
+
+def _digest(facts: tuple[str, ...]) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 @cache
@@ -182,8 +205,7 @@ def stage_module() -> Any:
 
 def _build(dtype: torch.dtype) -> ModuleType | None:
     try:
-        module: ModuleType = stage_module().load_variant(_built(dtype))
-        return module
+        return _load(_built(dtype))
     except UNBUILDABLE as error:
         reason = first_line(error)
         logger.warning("no C++ kernels for %s, so PyTorch's own operations are used: %s", dtype, reason)
@@ -193,36 +215,62 @@ def _build(dtype: torch.dtype) -> ModuleType | None:
 def _load_kept(dtype: torch.dtype) -> bool:
     """Load the kernels that an earlier process built and kept, if there are any and nobody can have changed them."""
     try:
-        for variant in built_folder(dtype).glob("torch-*"):
-            if _is_intact(variant):
-                _loaded[dtype] = stage_module().load_variant(variant)
-                return True
+        folder = built_folder(dtype)
+        found = next(filter(None, map(_kept, folder.parent.glob(f"{folder.name}/torch-*"))), None)
+        if found is not None:
+            _loaded[dtype] = found
+            return True
     except UNBUILDABLE as error:
         logger.info("no C++ kernels are loaded for %s: %s", dtype, first_line(error))
     return False
 
 
-def _is_intact(variant: Path) -> bool:
-    """Whether a kept build is whole, and only this user and the administrator can have written it.
+def _kept(variant: Path) -> ModuleType | None:
+    """Load a kept build, if it can be trusted; one that was changed, or cannot be loaded, is removed.
 
-    Its code will run in this process, and a truncated library would end it. A build that was changed is removed.
+    Its code runs in this process, and a truncated library would end it.
     """
-    if not _is_private(variant.parent):
-        return False
-    if not (is_ours(variant, stat.S_ISDIR) and all(map(is_ours, variant.iterdir()))):
-        return False
+    if not _is_trusted(variant):
+        return None
     try:
         check_files(variant)
-        return True
-    except (ValueError, OSError) as error:
+        return _load(variant)
+    except (ValueError, *UNBUILDABLE) as error:
         logger.info("%s cannot be loaded and is built again: %s", variant, first_line(error))
         shutil.rmtree(variant, ignore_errors=True)  # the folder may belong to another user
+        return None
+
+
+def _load(variant: Path) -> ModuleType:
+    with sources_alone():
+        module: ModuleType = stage_module().load_variant(variant)
+    return module
+
+
+def _is_trusted(variant: Path) -> bool:
+    """Whether only this user and the administrator can have written a kept build; else, log it once."""
+    if not _is_private(variant.parent):
         return False
+    are_ours = is_ours(variant, stat.S_ISDIR) and all(map(is_ours, variant.iterdir()))
+    if not are_ours:
+        _warn_refused(variant)
+    return are_ours
+
+
+@cache
+def _warn_refused(variant: Path) -> None:
+    logger.warning(
+        "%s is not loaded, since others may have written to it, or it is a link. Remove it, and the kernels are built "
+        "again, once: until then attach() builds none, and tide_warm_up() builds them anew in each process.",
+        variant,
+    )
 
 
 def _built(dtype: torch.dtype) -> Path:
     """Build the kernels for a dtype; return their folder, one that later processes find, or else a temporary one."""
-    stage, folder = stage_module(), built_folder(dtype)
+    stage = stage_module()
+    stage.check_cpu()
+    folder = built_folder(dtype)
 
     def build_in(place: Path) -> Path:
         variant: Path = stage.stage_cpu(place, [stage.cpu_level()], [DTYPES[dtype]])
@@ -230,15 +278,33 @@ def _built(dtype: torch.dtype) -> Path:
 
     if not _can_keep(folder):
         return build_in(_elsewhere())
-    with FileLock(f"{folder}.lock"):  # processes that start together wait for one build
-        found = next(filter(_is_intact, folder.glob("torch-*")), None)
-        return _move_into(folder, build_in) if found is None else found
+    try:
+        with FileLock(f"{folder}.lock", timeout=stage.BUILD_SECONDS):  # processes that start together share a build
+            _remove_leftovers(folder)
+            found = next(filter(_kept, folder.glob("torch-*")), None)
+            return _move_into(folder, build_in) if found is None else found
+    except Timeout as timeout:
+        raise KernelError(
+            "another process builds them and does not end",
+            got=f"a lock on {timeout.lock_file} for {stage.BUILD_SECONDS:.0f} s",
+            expected="a build within that time",
+            do="End that process, or set TIDE_HF_HOME to another folder.",
+        ) from None
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed builds have left, in a folder that is locked, and in others after a while."""
+    for leftover in folder.parent.glob("*/.*"):
+        with suppress(FileNotFoundError):  # another process has just finished or removed it
+            if leftover.parent == folder or time.time() - leftover.lstat().st_mtime > ABANDONED_AFTER:
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _move_into(folder: Path, build_in: Callable[[Path], Path]) -> Path:
-    """Have a variant built beside its place, and move it there once it is whole; return where it is."""
+    """Have a variant built beside its place, and move it there once it has been loaded; return where it is."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as unfinished:
         variant = build_in(Path(unfinished))
+        _load(variant)
         for file in variant.iterdir():
             file.chmod(file.stat().st_mode & ~OTHERS_WRITE)
         variant.chmod(0o755)
@@ -246,7 +312,7 @@ def _move_into(folder: Path, build_in: Callable[[Path], Path]) -> Path:
         try:
             os.rename(variant, kept)
         except OSError:  # a process was faster that sees no locks of this one, or something refused is in the way
-            if not _is_intact(kept):
+            if _kept(kept) is None:
                 return Path(shutil.move(variant, _elsewhere()))
         return kept
 

@@ -19,6 +19,7 @@ Which layout is the fastest for a number of rows is measured on this machine, on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...common.measurements import measured
+from ...common.memory import copy_if_it_fits
 from ...common.timing import least_seconds
 from .cpp_kernels import load_op
 
@@ -281,7 +283,12 @@ def _seconds_of(layout: type[WeightLayout] | None, dtype: torch.dtype, rows: int
         together = DECODE_ROWS if rows in DECODE_ROWS else (rows,)
         numbers = [number for number in together if layout is None or layout.serves(dtype, number)]
         name = f"{'linear' if layout is None else layout.__name__}, {dtype}, {numbers} rows"
-        found = measured(name, len(numbers), lambda: _measure(layout, dtype, numbers))
+        found = copy_if_it_fits(
+            lambda: measured(name, len(numbers), lambda: _measure(layout, dtype, numbers)),
+            PROBED_WEIGHTS * PROBED_SIZE**2 * dtype.itemsize,
+        )
+        if found is None:
+            found = [math.inf] * len(numbers)
         _measured.update({(layout, dtype, threads, one): seconds for one, seconds in zip(numbers, found, strict=True)})
     return _measured[layout, dtype, threads, rows]
 
