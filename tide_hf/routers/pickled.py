@@ -25,7 +25,11 @@ MAX_PICKLE = 2**17  # bytes; it takes about 250 for each tensor
 MAX_READ = 2**20  # bytes at a time, so that the directory of an archive cannot be larger
 END_OF_ARCHIVE = b"PK\x05\x06"  # of 22 bytes where there is no comment
 STORAGES = ("Double", "Float", "BFloat16", "Half", "Long", "Int", "Bool")
-NAMES = ("collections OrderedDict", "torch._utils _rebuild_tensor_v2", "torch._utils _rebuild_parameter")
+NAMES: tuple[str, ...] = (
+    "collections OrderedDict",
+    "torch._utils _rebuild_tensor_v2",
+    "torch._utils _rebuild_parameter",
+)
 NAMES += tuple(f"torch {kind}Storage" for kind in STORAGES)
 # What a damaged file can raise here.
 DAMAGE: tuple[type[Exception], ...] = (ArithmeticError, AttributeError, EOFError, LookupError, OSError, RuntimeError)
