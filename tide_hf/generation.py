@@ -81,6 +81,8 @@ class TIDEGenerationMixin:
         engine = check_choice(
             "tide_engine", getattr(generation_config, "tide_engine", None) or attachment.engine, ENGINES
         )
+        if getattr(generation_config, "exit_threshold", None) is not None:
+            check_exit_threshold(generation_config.exit_threshold)
         try:
             attachment.check_model(self, mode)
             exits_with_head = mode == "early_exit" and attachment.exits_with_head
@@ -326,7 +328,7 @@ def _head_threshold(attachment: Attachment, call: Call) -> float:
             expected="exit_threshold alone",
             do=f"Leave {name} out, or set routers.config.kv_cache_strategy = 'propagate': exit layers are then used.",
         )
-    return attachment.threshold_of("early_exit") if threshold is None else check_exit_threshold(threshold)
+    return attachment.threshold_of("early_exit") if threshold is None else threshold
 
 
 def _exit_options(attachment: Attachment, mode: str, call: Call) -> ExitOptions:
@@ -337,7 +339,7 @@ def _exit_options(attachment: Attachment, mode: str, call: Call) -> ExitOptions:
     options = ExitOptions(
         routers,
         strategy,
-        attachment.threshold_of(mode) if threshold is None else check_exit_threshold(threshold),
+        attachment.threshold_of(mode) if threshold is None else threshold,
         check_choice("exit_criterion", criterion or "router", EXIT_CRITERIA),
         0 if min_layers is None else check_min_layers(min_layers),
         bool(in_prompt),

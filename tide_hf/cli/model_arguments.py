@@ -18,7 +18,15 @@ from ..common.choices import MODES
 from ..common.errors import ConfigurationError
 from ..common.measurements import load_average
 from ..evaluation.benchmark import DecodingMethod, tide_method, usable_threshold
-from ..hub.load import DEFAULT_ROUTERS, default_routers, find_routers, load_model, read_routers, shipped_routers
+from ..hub.load import (
+    DEFAULT_ROUTERS,
+    WITHOUT_ROUTERS,
+    default_routers,
+    find_routers,
+    load_model,
+    read_routers,
+    shipped_routers,
+)
 from ..model import TIDEModelForCausalLM
 from ..routers.eagle3 import ForeignHead
 from ..routers.routers import TIDERouters
@@ -52,7 +60,7 @@ def load(args: argparse.Namespace, loader: Callable[..., tuple[Any, Any]] = load
 
 
 def named_routers(args: argparse.Namespace) -> TIDERouters | ForeignHead | None:
-    """Load the routers, or the draft head, that --routers names; `None` without the option or for "default"."""
+    """Load the routers, or the draft head, that --routers names; `None` without the option, for "default" or "none"."""
     asked = getattr(args, "routers", None)
     return None if asked in (None, DEFAULT_ROUTERS) else read_routers(asked)
 
@@ -63,8 +71,8 @@ def routers_for(
     """Return the named routers, or else the routers shipped for the model, and the source of the routers."""
     if named is not None:
         return find_routers(named, model), args.routers
-    folder = shipped_routers(model)
-    if folder is None and args.routers is None:
+    folder = None if args.routers == WITHOUT_ROUTERS else shipped_routers(model)
+    if folder is None and args.routers in (None, WITHOUT_ROUTERS):
         return None, None
     return default_routers(model), folder and f"shipped, {Path(folder).name}"
 

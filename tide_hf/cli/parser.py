@@ -146,8 +146,8 @@ def add_model_arguments(
         parser.add_argument(
             "--routers",
             metavar="ROUTERS",
-            help="folder or Hub repository, or 'default' for those shipped for the model (default: the shipped ones, "
-            "or none)",
+            help="folder or Hub repository, 'default' for those shipped for the model, or 'none' (default: the shipped "
+            "ones, or none)",
         )
     shown = "%(default)s" if dtype is not None else "that of the saved weights"
     parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"dtype to load the model in (default: {shown})")

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 # Options of `from_pretrained` that locate a config.
 CONFIG_OPTIONS = (*FOR_BOTH, "gguf_file", "revision", "subfolder", "trust_remote_code")
 DEFAULT_ROUTERS = "default"  # the routers shipped with this library
+WITHOUT_ROUTERS = "none"  # as `None`, on a command line, and for repositories of routers
 LOAD_ERRORS = (OSError, ValueError, HTTPError, SafetensorError)
 
 # While loading, transformers replaces `PreTrainedModel.tie_weights`. Overlapping loads would restore each other's
@@ -123,11 +124,13 @@ def read_routers(
 ) -> TIDERouters | ForeignHead | None:
     """Load routers, or a draft head in another format, from a folder or a Hub repository.
 
-    `None`, [`TIDERouters`] and [`ForeignHead`] are returned as they are. `hub_kwargs` and errors are those of
-    `TIDERouters.from_pretrained` and `read_foreign`.
+    `None`, [`TIDERouters`] and [`ForeignHead`] are returned as they are, and `None` for "none". `hub_kwargs` and errors
+    are those of `TIDERouters.from_pretrained` and `read_foreign`.
     """
     if routers is None or isinstance(routers, (TIDERouters, ForeignHead)):
         return routers
+    if isinstance(routers, str) and routers == WITHOUT_ROUTERS:
+        return None
     hub_kwargs = {name: value for name, value in hub_kwargs.items() if value is not None}
     hub_kwargs |= hub_options(routers, hub_kwargs, routers_not_found)
     foreign = read_foreign(routers, **hub_kwargs)
