@@ -137,7 +137,7 @@ def add_model_arguments(
     device: bool = True,
 ) -> None:
     """Add MODEL, which is required unless `model` gives a default, and other arguments for `model_arguments.load`."""
-    what = "Hub name or folder of the base model"
+    what = "Hub name, folder or GGUF file of the base model"
     if model is None:
         parser.add_argument("model", metavar="MODEL", help=what)
     else:
