@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..common.choices import DEFAULT_MODEL, DTYPES, ENGINES, LABELS, MODES, REMEMBERED_TOKENS, STRATEGIES
+from ..common.choices import DEFAULT_MODEL, DTYPES, ENGINES, LABELS, MODES, STRATEGIES
 from ..common.errors import ConfigurationError
 from .prompts import given_prompts, read_prompt
 
@@ -163,7 +163,7 @@ def _add_decoding_arguments(
     modes: tuple[str, ...] = MODES,
     default_threshold: str = "the calibrated one, or 0.9 if that never exits",
 ) -> None:
-    """Add --mode, --exit-threshold, --engine and, unless `max_new_tokens` is 0, --max-new-tokens."""
+    """Add --mode, --exit-threshold, --engine and --max-new-tokens."""
     parser.add_argument("--mode", default=MODES[0], choices=modes, help="how to decode (default: %(default)s)")
     parser.add_argument(
         "--exit-threshold", type=threshold, help=f"for early_exit and post_hoc (default: {default_threshold})"
@@ -175,8 +175,7 @@ def _add_decoding_arguments(
         help="what runs the layers; warming up 'compiled' takes about a minute on 2 cores, minutes for larger "
         "batches: chat and serve do so before the first answer, other commands during it (default: %(default)s)",
     )
-    if max_new_tokens:
-        _add_limit(parser, max_new_tokens)
+    _add_limit(parser, max_new_tokens)
 
 
 def _add_limit(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
@@ -239,13 +238,14 @@ def _chat(parser: argparse.ArgumentParser) -> None:
 
 def _serve(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, device=False)
-    _add_decoding_arguments(parser, max_new_tokens=0, default_threshold="the calibrated one")
+    _add_decoding_arguments(parser, max_new_tokens=4096, default_threshold="the calibrated one")
     parser.add_argument(
         "--remembered-tokens",
         type=whole,
-        default=REMEMBERED_TOKENS,
+        default=0,
         metavar="N",
-        help="draft from so many tokens of earlier answers, which stay in RAM; 0: remember none (default: %(default)s)",
+        help="draft from so many tokens of earlier answers, which stay in RAM; an answer's time then tells one client "
+        "what others have asked (default: %(default)s)",
     )
     parser.epilog = "All other options, such as --host, --port and --device, are those of `transformers serve`."
 
