@@ -13,6 +13,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .base_model.inputs import check_no_cross_attention
 from .base_model.structure import CACHE, counts_slots, rope_limits
 from .base_model.wrappers import has_adapters_by_row, leave_uncompiled
+from .common.busy import busy_note
 from .common.choices import EAGER, ENGINES, EXIT_CRITERIA, MODES, check_choice
 from .common.errors import TIDEError, UnsupportedModelError, UnsupportedOptionError
 from .common.stats import ExitStats
@@ -105,6 +106,7 @@ class TIDEGenerationMixin:
         else:
             result, stats = self._tide_exit(call, mode, engine)
         attachment.num_decoded += stats.total_tokens / len(input_ids)
+        stats.busy_note = busy_note() if input_ids.device.type == "cpu" else None
         stats.warm_up_s = attachment.engines[engine].warm_up_seconds - warm_up_seconds
         self.last_exit_stats = stats
         return result

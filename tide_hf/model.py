@@ -8,6 +8,7 @@ from typing import Any
 from .base_model.structure import find_structure, input_device
 from .base_model.unembed import Unembed
 from .base_model.wrappers import base_inside, check_uncompiled, check_wrapper
+from .common.busy import warn_if_busy
 from .common.choices import ENGINES, MODES, REMEMBERED_TOKENS, check_choice, check_limit
 from .common.errors import ConfigurationError, UnsupportedModelError
 from .depth.gates import open_gates, remove_gates
@@ -228,6 +229,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         model.last_exit_stats = None
         build_while_attaching(attachment)
         attachment.measure_layouts()
+        if device.type == "cpu":
+            warn_if_busy(measure=True)
         return given
 
     @classmethod

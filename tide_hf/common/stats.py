@@ -31,6 +31,7 @@ class ExitStats:
         fallback_reason: Why transformers' own loop decoded the call at full depth; `None` if TIDE decoded it. After
             a fallback, `layers_executed` is that of plain decoding.
         warm_up_s: Seconds that the call spent on engine warm-up, which later calls do not need.
+        busy_note: What to do where other programs kept the CPU so busy that several threads may have been slow.
     """
 
     mode: str
@@ -45,6 +46,7 @@ class ExitStats:
     engine: str = "eager"
     fallback_reason: str | None = None
     warm_up_s: float = field(default=0.0, compare=False)
+    busy_note: str | None = field(default=None, compare=False)
 
     @property
     def total_tokens(self) -> int:
@@ -111,6 +113,7 @@ class ExitStats:
         for layer, count in self.exits_per_layer.items():
             where = "no layer" if layer == 0 else f"exit layer {layer}"
             lines.append(f"{where}: {count} tokens ({count / self.total_tokens:.0%})")
+        lines += [self.busy_note] if self.busy_note else []
         return "\n".join(lines)
 
     def to_html(self, tokens: Any = None, tokenizer: Any = None) -> str:
