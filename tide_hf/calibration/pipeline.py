@@ -78,7 +78,7 @@ class Pipeline:
             if number >= at_least and begin + longest > deadline:
                 return
             batch = text.prompts[number]
-            documents = write_documents(self.model, self.tokenizer, batch, self.settings.max_length)
+            documents = write_documents(self.model, self.tokenizer, batch, self.settings.max_length, deadline)
             self.work.write(names[number], {}, {"documents": [(one.tokens, one.first) for one in documents]})
             seconds = perf_counter() - begin
             if not longest:
@@ -100,7 +100,7 @@ class Pipeline:
     def _say_estimate(self, seconds: float, num_batches: int, deadline: float) -> None:
         """Say how long the calibration takes, given the seconds that a batch of text has taken."""
         whole = seconds * num_batches / self.processes.count / WRITING_SHARE
-        ends = max(self.end - perf_counter(), seconds / WRITING_SHARE)
+        ends = seconds + max(0.0, self.end - perf_counter())
         of_text = f"a batch of text takes {seconds:.0f} s, and text {WRITING_SHARE:.0%} of the time"
         if whole <= ends:
             self.steps.say(f"This will take about {whole / 60:.0f} minutes: {of_text}.")
