@@ -13,6 +13,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from .base_model.inputs import check_no_cross_attention
 from .base_model.structure import CACHE, counts_slots, rope_limits
 from .base_model.wrappers import has_adapters_by_row, leave_uncompiled
+from .common.busy import busy_note
 from .common.choices import EAGER, ENGINES, EXIT_CRITERIA, MODES, check_choice
 from .common.errors import TIDEError, UnsupportedModelError, UnsupportedOptionError
 from .common.stats import ExitStats
@@ -82,6 +83,8 @@ class TIDEGenerationMixin:
         engine = check_choice(
             "tide_engine", getattr(generation_config, "tide_engine", None) or attachment.engine, ENGINES
         )
+        if getattr(generation_config, "exit_threshold", None) is not None:
+            check_exit_threshold(generation_config.exit_threshold)
         try:
             attachment.check_model(self, mode)
             exits_with_head = mode == "early_exit" and attachment.exits_with_head
@@ -104,6 +107,7 @@ class TIDEGenerationMixin:
         else:
             result, stats = self._tide_exit(call, mode, engine)
         attachment.num_decoded += stats.total_tokens / len(input_ids)
+        stats.busy_note = busy_note() if input_ids.device.type == "cpu" else None
         stats.warm_up_s = attachment.engines[engine].warm_up_seconds - warm_up_seconds
         stats.dtype = str(self.dtype).removeprefix("torch.")
         self.last_exit_stats = stats
@@ -332,7 +336,7 @@ def _head_threshold(attachment: Attachment, call: Call) -> float:
             expected="exit_threshold alone",
             do=f"Leave {name} out, or set routers.config.kv_cache_strategy = 'propagate': exit layers are then used.",
         )
-    return attachment.threshold_of("early_exit") if threshold is None else check_exit_threshold(threshold)
+    return attachment.threshold_of("early_exit") if threshold is None else threshold
 
 
 def _exit_options(attachment: Attachment, mode: str, call: Call) -> ExitOptions:
@@ -343,7 +347,7 @@ def _exit_options(attachment: Attachment, mode: str, call: Call) -> ExitOptions:
     options = ExitOptions(
         routers,
         strategy,
-        attachment.threshold_of(mode) if threshold is None else check_exit_threshold(threshold),
+        attachment.threshold_of(mode) if threshold is None else threshold,
         check_choice("exit_criterion", criterion or "router", EXIT_CRITERIA),
         0 if min_layers is None else check_min_layers(min_layers),
         bool(in_prompt),

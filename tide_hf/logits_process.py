@@ -14,7 +14,7 @@ from .base_model.hooks import hook_layers
 from .base_model.structure import find_structure, input_device
 from .base_model.unembed import Unembed
 from .base_model.wrappers import base_inside, check_wrapper
-from .common.errors import UnsupportedModelError, UnsupportedOptionError
+from .common.errors import ConfigurationError, UnsupportedModelError, UnsupportedOptionError
 from .depth.gates import on_device
 from .hub.load import find_routers
 from .model import TIDEModelForCausalLM
@@ -37,7 +37,7 @@ class TIDELogitsProcessor(LogitsProcessor):
 
     Raises:
         BaseModelMismatchError: The routers belong to another model.
-        ConfigurationError: The threshold is invalid.
+        ConfigurationError: The threshold is invalid, or there are no routers.
         RoutersFileError, RoutersNotFoundError: The routers cannot be read.
         UnsupportedModelError: The model is not supported, or is attached.
         UnsupportedOptionError: The routers have no exit layers.
@@ -59,6 +59,13 @@ class TIDELogitsProcessor(LogitsProcessor):
                 do="Call generate(tide_mode='post_hoc'), or TIDEModelForCausalLM.detach(model) first.",
             )
         found: Any = find_routers(routers, model)
+        if found is None:
+            raise ConfigurationError(
+                "TIDELogitsProcessor needs routers",
+                got=repr(routers),
+                expected="routers made for this model",
+                do="Pass their folder or Hub repository; tide_hf.calibrate(model, tokenizer) makes them.",
+            )
         found.check_base_model(model)
         found.check_exit_layers("TIDELogitsProcessor")
         structure = find_structure(model)

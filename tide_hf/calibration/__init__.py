@@ -9,6 +9,7 @@ arguments; `pipeline` runs the stages in a resumable `work_folder`, which proces
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ from ..depth.linear_gate import faster_passes
 from ..routers.card import write_model_card
 from ..routers.config import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..routers.routers import TIDERouters
+from ..speculation.policy import MIN_GAIN
 from .arguments import Settings, check_arguments, check_for_model, check_positions, check_precision
 from .draft_head import draft_head_shape, head_to_train_further
 from .heads import frequent_tokens
@@ -36,10 +38,12 @@ from .pipeline import Pipeline
 from .record import calibration_record, layer_figures, print_report, tolerance_rows
 from .states import full_depth
 from .text import Text, load_documents
-from .threshold import candidates_on, choose_threshold, useful_exit_layers
+from .threshold import candidates_on, choose_threshold, expected_gain, useful_exit_layers
 from .work_folder import Processes, open_work_folder
 
 __all__ = ["calibrate"]
+
+logger = logging.getLogger(__name__)
 
 
 def calibrate(
@@ -112,9 +116,9 @@ def calibrate(
         output_dir: Folder for routers, model card and unfinished work (in `.calibration`); `None` saves nothing and
             works in a temporary folder. Hidden states take disk space: `hidden_size` numbers of 2 or 4 bytes per token
             for each exit layer and the last layer.
-        max_minutes: Time budget; `None` for none. To stay within it, less text is generated and heads are trained for a
-            shorter time; other stages are not shortened. The record lists what was cut short. Results then depend on
-            machine speed.
+        max_minutes: Time budget; `None` for none. To stay within it, less text is generated or used, by rates measured
+            on the way, and heads are trained for a shorter time. The record lists what was cut short. Results then
+            depend on machine speed.
         batch_size: Documents per forward pass.
         seed: Random seed. On a CPU the same seed gives the same routers.
         notes: Further JSON-serialisable entries of the record, such as the `"command"` that the card shows. They do
@@ -172,14 +176,30 @@ def calibrate(
                 write_model_card(routers, output_dir)
     if progress and processes.is_main:
         print_report(record, structure.num_layers)
+    if "draft_head" in record and processes.is_main:
+        _warn_if_useless(record["draft_head"], sum(parameter.numel() for parameter in model.parameters()))
     return routers
+
+
+def _warn_if_useless(head: Mapping[str, Any], num_parameters: int) -> None:
+    """Say so if a draft head, by its figures in the record, will not make decoding faster."""
+    gain = expected_gain(head["agreement"], head["parameters"] / num_parameters)
+    if gain < MIN_GAIN:
+        logger.warning(
+            "The draft head is not worth loading: %.0f%% of its first drafts are right. With the cost of its steps, "
+            "decoding would be %.2f times as fast; the policy drafts from %.2f on. Calibrate with more max_minutes or "
+            "samples; without routers, n-grams draft.",
+            100 * head["agreement"],
+            gain,
+            MIN_GAIN,
+        )
 
 
 def _run(pipeline: Pipeline, text: Text, select: bool, tolerance: float, confidence: float) -> dict[str, Any]:
     """Run the stages, convert the routers to the form that is saved, and return the record without its timing."""
     structure, settings = pipeline.structure, pipeline.settings
     with faster_passes(structure):
-        documents = pipeline.write_text(text)
+        documents = pipeline.documents_in_time(pipeline.write_text(text))
         store = pipeline.read_states(documents)
         read, chosen = store.count_tokens("fit", structure.vocab_size)
         draft_vocab = frequent_tokens(read + chosen, settings.draft_vocab_size or structure.vocab_size)

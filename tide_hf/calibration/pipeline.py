@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -14,14 +16,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..base_model.structure import DecoderStructure
 from ..base_model.unembed import DraftUnembed, Unembed
 from ..common.progress import Steps
+from ..common.timing import least_seconds
 from ..routers.routers import TIDERouters
 from .arguments import Settings
-from .documents import Document, split_documents
+from .documents import Document, num_positions, split_documents
 from .draft_exits import DraftExits
 from .draft_head import DraftHeadStage, DraftHeadTrainer
 from .heads import can_distil, collect_moments, distil_head, draft_agreement, fit_head, frequent_tokens
 from .routers import decide, fit_router
-from .states import StateReader, StateStore
+from .states import StateReader, StateStore, top_tokens
 from .text import Text, write_documents
 from .threshold import Decisions
 from .work_folder import Processes, WorkFolder
@@ -31,10 +34,12 @@ SAFETY = 2.0  # safety factor on the estimated time of the stages after distilla
 FIT_CAPACITY = 24_000  # maximum number of positions to train a router on, to bound memory
 DISTIL_CAPACITY = 48_000
 TUNE_CAPACITY = 8_000
-FEWEST_DOCUMENTS = 10  # generated even if the time budget is spent
-DOCUMENTS = "documents/list"
+FEWEST_DOCUMENTS = 10  # generated and used even if the time budget is spent
+TIMED_DOCUMENTS = 4  # to estimate the time of the stages after text
+DOCUMENTS, KEPT = "documents/list", "documents/kept"
 DRAFT_HEAD, DRAFT_EXITS = "draft/head", "draft/exits"
 HEAD_SHARE = 0.5  # share of the remaining time for training the head that drafts
+LEAST_HEAD_SHARE = 0.3  # that documents are left out for: a head hardly trained on more of them drafts worse
 
 
 @dataclass
@@ -52,6 +57,7 @@ class Pipeline:
     end: float  # end of the time budget, in `perf_counter` seconds; infinite without a budget
     resumed_units: int = 0  # units of this process that an earlier run finished
     cut_short: list[str] = field(default_factory=list)  # stages that the time budget cut short, for the record
+    seconds_per_position: float = 0.0  # that logits take, as measured for the time budget
 
     @property
     def structure(self) -> DecoderStructure:
@@ -64,13 +70,20 @@ class Pipeline:
             return text.documents
         names = [f"documents/{number:05d}" for number in range(len(text.prompts))]
         at_least = -(-FEWEST_DOCUMENTS // self.settings.batch_size)
-        deadline = self._share_of_rest(WRITING_SHARE)
+        deadline, longest = self._share_of_rest(WRITING_SHARE), 0.0
 
         def write(number: int) -> None:
-            if number < at_least or perf_counter() < deadline:
-                batch = text.prompts[number]
-                documents = write_documents(self.model, self.tokenizer, batch, self.settings.max_length)
-                self.work.write(names[number], {}, {"documents": [(one.tokens, one.first) for one in documents]})
+            nonlocal longest
+            begin = perf_counter()
+            if number >= at_least and begin + longest > deadline:
+                return
+            batch = text.prompts[number]
+            documents = write_documents(self.model, self.tokenizer, batch, self.settings.max_length, deadline)
+            self.work.write(names[number], {}, {"documents": [(one.tokens, one.first) for one in documents]})
+            seconds = perf_counter() - begin
+            if not longest:
+                self._say_estimate(seconds, len(names), deadline)
+            longest = max(longest, seconds)
 
         if self.work.has(DOCUMENTS):
             self.resumed_units += len(self.processes.share(self.work.facts(DOCUMENTS)["names"]))
@@ -83,6 +96,52 @@ class Pipeline:
         if len(written) < len(names):
             self.cut_short.append(f"{len(names) - len(written)} of {len(names)} batches of text")
         return [Document(*document) for name in written for document in self.work.facts(name)["documents"]]
+
+    def _say_estimate(self, seconds: float, num_batches: int, deadline: float) -> None:
+        """Say how long the calibration takes, given the seconds that a batch of text has taken."""
+        whole = seconds * num_batches / self.processes.count / WRITING_SHARE
+        ends = seconds + max(0.0, self.end - perf_counter())
+        of_text = f"a batch of text takes {seconds:.0f} s, and text {WRITING_SHARE:.0%} of the time"
+        if whole <= ends:
+            self.steps.say(f"This will take about {whole / 60:.0f} minutes: {of_text}.")
+        else:
+            limit = f"{whole / 60:.0f} minutes without a limit; less text is written within max_minutes"
+            self.steps.say(f"This will take about {ends / 60:.0f} minutes, or {limit}: {of_text}.")
+
+    def documents_in_time(self, documents: Sequence[Document]) -> Sequence[Document]:
+        """Leave out the documents that the stages after (a) have no time for, by rates measured on a few of them."""
+        if self.processes.is_main and not self.work.has(KEPT):  # a resumed run has the same documents
+            is_bounded = self.end < math.inf and len(documents) > FEWEST_DOCUMENTS
+            kept = self._most_documents(documents) if is_bounded else len(documents)
+            self.work.write(KEPT, {}, {"kept": kept, "seconds_per_position": self.seconds_per_position})
+        self.processes.wait()
+        facts = self.work.facts(KEPT)
+        self.seconds_per_position = facts["seconds_per_position"]
+        if facts["kept"] == len(documents):
+            return documents
+        self.cut_short.append(f"{len(documents) - facts['kept']} of {len(documents)} documents")
+        return random.Random(self.settings.seed).sample(list(documents), facts["kept"])
+
+    def _most_documents(self, documents: Sequence[Document]) -> int:
+        """How many documents can be read, decided on and so on, with time left to train the draft head."""
+        few = documents[:TIMED_DOCUMENTS]
+        reader = StateReader(self.model, self.structure, self.unembed, self._layers_to_read())
+        states = reader.read(few, [0]).only_counted().final_states  # the first pass takes longer
+        self.seconds_per_position = least_seconds(lambda: top_tokens(self.unembed, states), 1) / len(states)
+        begin = perf_counter()
+        num_tokens = len(reader.read(few, range(len(few))))
+        seconds_per_token = (perf_counter() - begin) / num_tokens
+        share = 1.0 if self.routers.draft_head is None else 1.0 - LEAST_HEAD_SHARE
+        available = share * (self.end - perf_counter()) * self.processes.count
+        kept = len(documents)
+        while kept > FEWEST_DOCUMENTS:
+            splits = split_documents(documents[:kept], self.settings.seed)
+            counts = {name: num_positions(part) for name, part in splits.items()}
+            reading = seconds_per_token * sum(len(document.tokens) for document in documents[:kept])
+            if reading + self.seconds_per_position * self._positions_after_reading(counts) <= available:
+                break
+            kept = max(FEWEST_DOCUMENTS, kept * 7 // 8)
+        return kept
 
     def read_states(self, documents: Sequence[Document]) -> StateStore:
         """Stage (b): store the base model's hidden states on the documents, one shard per batch of documents."""
@@ -142,7 +201,10 @@ class Pipeline:
             is_fresh = self.settings.start_from is None
             trainer = DraftHeadTrainer(self.model, self.unembed, head, tokens if is_fresh else head.tokens)
             stage = DraftHeadStage(trainer, store, self.settings.seed)
-            facts = stage.make(self._share_of_rest(HEAD_SHARE), is_fresh=is_fresh)
+            counts = {split: store.num_counted(split) for split in store.splits}
+            later = self.seconds_per_position * self._positions_after_reading(counts) / self.processes.count
+            deadline = min(self._share_of_rest(HEAD_SHARE), self._share_of_rest(1.0, later))
+            facts = stage.make(deadline, is_fresh=is_fresh)
             exits = stage.exits("certify")
             self.work.write(DRAFT_EXITS, vars(exits))
             self.work.write(DRAFT_HEAD, head.state_dict(), facts | stage.figures(exits))
@@ -217,7 +279,9 @@ class Pipeline:
         if not distils:
             return facts
         now = perf_counter()
-        afterwards = self._seconds_after_heads(store, (now - measured) / len(tune)) + (now - started) * (heads_left - 1)
+        counts = {split: store.num_counted(split) for split in store.splits}
+        positions = self._positions_after_heads(counts) / self.processes.count
+        afterwards = positions * (now - measured) / len(tune) + (now - started) * (heads_left - 1)
         deadline = self._share_of_rest(1 / heads_left, SAFETY * afterwards)
         fit = store.sample("fit", [layer], DISTIL_CAPACITY, seed)
         ridge = copy.deepcopy(head.state_dict())
@@ -228,12 +292,15 @@ class Pipeline:
         head.load_state_dict(ridge)
         return facts
 
-    def _seconds_after_heads(self, store: StateStore, seconds_per_position: float) -> float:
-        """Estimate the seconds of router training and decisions, from the seconds that one position's logits take."""
-        routers = min(FIT_CAPACITY, store.num_counted("fit")) + min(TUNE_CAPACITY, store.num_counted("tune"))
-        decisions = store.num_counted("certify") + store.num_counted("tune")
-        positions = (routers + decisions) * len(self.routers.exit_layers)
-        return seconds_per_position * positions / self.processes.count
+    def _positions_after_reading(self, counts: Mapping[str, int]) -> int:
+        """Number of positions whose logits are computed after states are read, from those of each split."""
+        fits = 2 * min(TUNE_CAPACITY, counts["tune"]) * len(self.routers.exit_layers)
+        return fits + counts["certify"] + self._positions_after_heads(counts)
+
+    def _positions_after_heads(self, counts: Mapping[str, int]) -> int:
+        """Number of positions whose logits are computed to train routers and to decide, from those of each split."""
+        routers = min(FIT_CAPACITY, counts["fit"]) + min(TUNE_CAPACITY, counts["tune"])
+        return (routers + counts["certify"] + counts["tune"]) * len(self.routers.exit_layers)
 
     def _share_of_rest(self, share: float, reserved: float = 0.0) -> float:
         """Deadline of a stage that may use `share` of the remaining time, after `reserved` seconds are set aside."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import resources
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -122,11 +124,13 @@ def continue_prompts(
     temperature: float | None,
     ends: set[int],
     pad: int = 0,
+    deadline: float = math.inf,
 ) -> list[list[int]]:
     """Continue prompts in one batch, independently of the model's generation config.
 
     A temperature of `None` decodes greedily. `ends` are the end-of-sequence tokens. Returns the new tokens of each
-    prompt, without the end-of-sequence token.
+    prompt, without the end-of-sequence token. After `deadline` (in `perf_counter` seconds) no further stretch of
+    `STRETCH` tokens begins.
     """
     sampling = LogitsProcessorList([] if temperature is None else [TopKSampling(temperature)])
     pad = _usable_pad(model, pad)
@@ -143,6 +147,8 @@ def continue_prompts(
             new = generated[:, inputs["input_ids"].shape[1] :].tolist()
             for row, tokens in zip(rows, new, strict=True):
                 answers[row] += truncate_at_eos(tokens, ends, keep_eos=False)
+            if perf_counter() > deadline:
+                break
             kept = [number for number, tokens in enumerate(new) if ends.isdisjoint(tokens)]
             rows, room = [rows[number] for number in kept], room - stretch
             mask = functional.pad(inputs["attention_mask"], (0, len(new[0])), value=1)
@@ -277,11 +283,16 @@ def plan_writing(
 
 
 def write_documents(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: PromptBatch, max_length: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: PromptBatch,
+    max_length: int,
+    deadline: float = math.inf,
 ) -> list[Document]:
     """Generate answers to a batch of prompts, after sampling the prompts themselves where needed.
 
-    A document is prompt and answer; only positions that predict the answer, or the token after it, are counted.
+    A document is prompt and answer; only positions that predict the answer, or the token after it, are counted. Answers
+    end at `deadline`; see [`continue_prompts`].
     """
     pad, ends = pad_token(tokenizer), eos_token_ids(model.generation_config.eos_token_id)
     with seeded(batch.seed, input_device(model)):
@@ -290,7 +301,8 @@ def write_documents(
             prompts += write_prompts(model, batch.turn, batch.num_own, ends)
         if not prompts:
             return []
-        answers = continue_prompts(model, prompts, max_length, temperature=batch.temperature, ends=ends, pad=pad)
+        options: dict[str, Any] = {"temperature": batch.temperature, "ends": ends, "pad": pad, "deadline": deadline}
+        answers = continue_prompts(model, prompts, max_length, **options)
     answers = [answer[: max_length - 1] for answer in answers]  # the prompt's last position is counted too
     return [Document(prompt + answer, len(prompt) - 1) for prompt, answer in zip(prompts, answers, strict=True)]
 

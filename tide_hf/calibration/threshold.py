@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ..base_model.structure import DecoderStructure
 from ..routers.config import NEVER_EXIT
-from ..speculation.policy import DRAFT_LENGTHS, MIN_GAIN, draft_cost, expected_tokens
+from ..speculation.policy import DRAFT_LENGTHS, MIN_GAIN, PRIOR_SLOPE, draft_cost, expected_tokens
 
 RESAMPLES = 1000
 RESAMPLED_AT_ONCE = 2**20  # maximum number of items drawn at once, over several resamples: 8 MB per column
@@ -281,6 +281,14 @@ def useful_exit_layers(candidates: Mapping[int, Candidate]) -> list[int]:
         if gains[best] > best_gain:
             fastest, best_gain = best, gains[best]
     return sorted(kept or {fastest})
+
+
+def expected_gain(agreement: float, draft_cost: float) -> float:
+    """Speed-up over plain decoding that the policy expects of a draft head, before it has measured a pass.
+
+    `agreement` is how often the head's first draft is right; `draft_cost` is that of a step, in full-depth passes.
+    """
+    return _gain(Candidate(agreement, draft_cost, exit_rate=0.0), PRIOR_SLOPE, OVERHEADS[1], ease=1.0)
 
 
 def _gain(candidate: Candidate, slope: float, overhead: float, ease: float) -> float:

@@ -67,10 +67,11 @@ def train_epochs(
     """
     peaks = [group["lr"] for group in optimizer.param_groups]
     started, count = perf_counter(), 0
+    available = deadline - started
     for _ in range(epochs):
         losses = []
         for batch in batches():
-            spent = (perf_counter() - started) / (deadline - started) if deadline < math.inf else 0.0
+            spent = (perf_counter() - started) / available if 0.0 < available < math.inf else 0.0
             progress = min(1.0, max(count / (epochs * num_batches), spent))
             cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..common.busy import warn_if_busy
 from ..common.errors import MissingPackageError
 from ..common.token_ids import encode_prompt
 from ..evaluation.benchmark import (
@@ -33,7 +34,7 @@ from ..evaluation.benchmark import (
     without_drafts,
 )
 from ..hub.provenance import provenance
-from .model_arguments import NO_ROUTERS, Loaded, load, modes_to_run, warn_if_busy
+from .model_arguments import NO_ROUTERS, Loaded, load, modes_to_run
 from .parser import refuse_unused
 from .prompts import PROMPTS, check_room, given_prompts, read_prompts
 
@@ -183,7 +184,7 @@ def _run_suites(args: argparse.Namespace) -> None:
             expected="a clone of the repository, installed with pip install -e",
             do="Clone it, or leave --suite out.",
         )
-    warn_if_busy(args.threads or torch.get_num_threads())
+    warn_if_busy(args.threads)
     command = [sys.executable, "-m", "examples.benchmarks", "run"]
     for name in args.suite:
         command += ["--suite", name]

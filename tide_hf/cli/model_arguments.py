@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,17 +12,24 @@ from typing import Any
 
 import torch
 
+from ..common.busy import warn_if_busy
 from ..common.choices import MODES
 from ..common.errors import ConfigurationError
-from ..common.measurements import load_average
 from ..evaluation.benchmark import DecodingMethod, tide_method, usable_threshold
-from ..hub.load import DEFAULT_ROUTERS, default_routers, find_routers, load_model, read_routers, shipped_routers
+from ..hub.load import (
+    DEFAULT_ROUTERS,
+    WITHOUT_ROUTERS,
+    default_routers,
+    find_routers,
+    load_model,
+    read_routers,
+    shipped_routers,
+)
 from ..model import TIDEModelForCausalLM
 from ..routers.eagle3 import ForeignHead
 from ..routers.routers import TIDERouters
 from .parser import ALL
 
-logger = logging.getLogger(__name__)
 NO_ROUTERS = "none: only n-grams draft, and early_exit and post_hoc cannot run"
 
 
@@ -44,7 +49,7 @@ def load(args: argparse.Namespace, loader: Callable[..., tuple[Any, Any]] = load
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     if device.type == "cpu":
-        warn_if_busy(torch.get_num_threads())
+        warn_if_busy()
     named = named_routers(args)  # first, so that a wrong --routers fails before the slow loading of the model
     model, tokenizer = loader(args.model, dtype=args.dtype)
     routers, origin = routers_for(model, args, named) if hasattr(args, "routers") else (None, None)
@@ -52,7 +57,7 @@ def load(args: argparse.Namespace, loader: Callable[..., tuple[Any, Any]] = load
 
 
 def named_routers(args: argparse.Namespace) -> TIDERouters | ForeignHead | None:
-    """Load the routers, or the draft head, that --routers names; `None` without the option or for "default"."""
+    """Load the routers, or the draft head, that --routers names; `None` without the option, for "default" or "none"."""
     asked = getattr(args, "routers", None)
     return None if asked in (None, DEFAULT_ROUTERS) else read_routers(asked)
 
@@ -63,22 +68,10 @@ def routers_for(
     """Return the named routers, or else the routers shipped for the model, and the source of the routers."""
     if named is not None:
         return find_routers(named, model), args.routers
-    folder = shipped_routers(model)
-    if folder is None and args.routers is None:
+    folder = None if args.routers == WITHOUT_ROUTERS else shipped_routers(model)
+    if folder is None and args.routers in (None, WITHOUT_ROUTERS):
         return None, None
     return default_routers(model), folder and f"shipped, {Path(folder).name}"
-
-
-def warn_if_busy(num_threads: int) -> None:
-    """Warn if the machine is overloaded, which slows down OpenMP threads that wait for each other by spinning."""
-    load, cores = load_average(), os.cpu_count() or 1
-    if num_threads > 1 and load > cores:
-        logger.warning(
-            "This machine is busy: its load average is %.1f on %d cores. PyTorch's threads wait for each other, so "
-            "--threads 1 can be several times as fast while other programs use the cores.",
-            load,
-            cores,
-        )
 
 
 def modes_to_run(mode: str, routers: TIDERouters | None) -> list[str]:

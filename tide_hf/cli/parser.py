@@ -11,7 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ..common.choices import DEFAULT_MODEL, DTYPES, ENGINES, LABELS, MODES, REMEMBERED_TOKENS, STRATEGIES
+from ..common.choices import DEFAULT_MODEL, DTYPES, ENGINES, LABELS, MODES, STRATEGIES
 from ..common.errors import ConfigurationError
 from ..common.version import __version__
 from .prompts import given_prompts, read_prompt
@@ -137,7 +137,7 @@ def add_model_arguments(
     device: bool = True,
 ) -> None:
     """Add MODEL, which is required unless `model` gives a default, and other arguments for `model_arguments.load`."""
-    what = "Hub name or folder of the base model"
+    what = "Hub name, folder or GGUF file of the base model"
     if model is None:
         parser.add_argument("model", metavar="MODEL", help=what)
     else:
@@ -146,8 +146,8 @@ def add_model_arguments(
         parser.add_argument(
             "--routers",
             metavar="ROUTERS",
-            help="folder or Hub repository, or 'default' for those shipped for the model (default: the shipped ones, "
-            "or none)",
+            help="folder or Hub repository, 'default' for those shipped for the model, or 'none' (default: the shipped "
+            "ones, or none)",
         )
     shown = "%(default)s" if dtype is not None else "that of the saved weights"
     parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"dtype to load the model in (default: {shown})")
@@ -163,7 +163,7 @@ def _add_decoding_arguments(
     modes: tuple[str, ...] = MODES,
     default_threshold: str = "the calibrated one, or 0.9 if that never exits",
 ) -> None:
-    """Add --mode, --exit-threshold, --engine and, unless `max_new_tokens` is 0, --max-new-tokens."""
+    """Add --mode, --exit-threshold, --engine and --max-new-tokens."""
     parser.add_argument("--mode", default=MODES[0], choices=modes, help="how to decode (default: %(default)s)")
     parser.add_argument(
         "--exit-threshold", type=threshold, help=f"for early_exit and post_hoc (default: {default_threshold})"
@@ -175,8 +175,7 @@ def _add_decoding_arguments(
         help="what runs the layers; warming up 'compiled' takes about a minute on 2 cores, minutes for larger "
         "batches: chat and serve do so before the first answer, other commands during it (default: %(default)s)",
     )
-    if max_new_tokens:
-        _add_limit(parser, max_new_tokens)
+    _add_limit(parser, max_new_tokens)
 
 
 def _add_limit(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
@@ -239,13 +238,14 @@ def _chat(parser: argparse.ArgumentParser) -> None:
 
 def _serve(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, device=False)
-    _add_decoding_arguments(parser, max_new_tokens=0, default_threshold="the calibrated one")
+    _add_decoding_arguments(parser, max_new_tokens=4096, default_threshold="the calibrated one")
     parser.add_argument(
         "--remembered-tokens",
         type=whole,
-        default=REMEMBERED_TOKENS,
+        default=0,
         metavar="N",
-        help="draft from so many tokens of earlier answers, which stay in RAM; 0: remember none (default: %(default)s)",
+        help="draft from so many tokens of earlier answers, which stay in RAM; an answer's time then tells one client "
+        "what others have asked (default: %(default)s)",
     )
     parser.epilog = "All other options, such as --host, --port and --device, are those of `transformers serve`."
 

@@ -5,5 +5,5 @@
 processes; `token_ids` makes prompts and chats into batches of token ids; `rows` reads local data files; `stats` counts
 what a call executed, and `display` shows it in HTML and plots; `token_sources` names what wrote a token, which
 `draft_streamer` shows while it happens; `progress` shows the progress of long work; `timing` times functions, and
-`measurements` keeps such times between processes; `version` has the library's.
+`measurements` keeps such times between processes; `busy` tells of other programs' load; `version` has the library's.
 """

@@ -37,7 +37,8 @@ def hub_options(
             return {"local_files_only": True}
         if isinstance(error, HfHubHTTPError) and type(error) is not RepositoryNotFoundError:
             return {}  # the Hub can be reached; transformers will report its error
-        raise not_found(name, f"no such folder, and {why_not_found(error)}") from error
+        # The client's error would precede this one with a traceback of a hundred lines.
+        raise not_found(name, f"no such folder, and {why_not_found(error)}") from None
     return {}
 
 

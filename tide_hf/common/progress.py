@@ -45,6 +45,7 @@ class Steps:
         has_bars = console.is_terminal or console.is_jupyter
         self._progress = Progress(*columns, *times, console=console, disable=not (enabled and has_bars))
         self._is_log = enabled and not has_bars
+        self._is_shown = enabled
 
     def __enter__(self) -> Steps:
         self._progress.start()
@@ -59,6 +60,11 @@ class Steps:
             return self._log_lines(description, total)
         task = self._progress.add_task(description, total=total)
         return lambda count: self._progress.update(task, advance=count)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bars, or among the log lines."""
+        if self._is_shown:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def track(self, description: str, items: Iterable[Item], total: int) -> Iterator[Item]:
         """Yield `items`, and advance the bar after each item."""

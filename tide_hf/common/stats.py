@@ -32,6 +32,7 @@ class ExitStats:
         fallback_reason: Why transformers' own loop decoded the call at full depth; `None` if TIDE decoded it. After
             a fallback, `layers_executed` is that of plain decoding.
         warm_up_s: Seconds that the call spent on engine warm-up, which later calls do not need.
+        busy_note: What to do where other programs kept the CPU so busy that several threads may have been slow.
     """
 
     mode: str
@@ -47,6 +48,7 @@ class ExitStats:
     dtype: str = ""
     fallback_reason: str | None = None
     warm_up_s: float = field(default=0.0, compare=False)
+    busy_note: str | None = field(default=None, compare=False)
 
     @property
     def total_tokens(self) -> int:
@@ -106,6 +108,7 @@ class ExitStats:
         for layer, count in self.exits_per_layer.items():
             where = f"exit layer {layer}" if layer else "drafted by n-grams or the draft head, before any layer ran"
             lines.append(f"{where}: {count} tokens ({count / self.total_tokens:.0%})")
+        lines += [self.busy_note] if self.busy_note else []
         return "\n".join(lines)
 
     def to_html(self, tokens: Any = None, tokenizer: Any = None) -> str:

