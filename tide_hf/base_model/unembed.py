@@ -34,6 +34,7 @@ class Unembed:
         self.divisor = getattr(config, "logits_scaling", None)  # granite
         self.factor = getattr(config, "logit_scale", None)  # cohere
         self.softcap = getattr(config, "final_logit_softcapping", None)  # gemma
+        self.softcap = self.softcap or getattr(config, "logits_soft_cap", None)  # recurrent_gemma
 
     def normalize(self, hidden_states: Tensor) -> Tensor:
         """Apply the final norm to hidden states of any layer."""
