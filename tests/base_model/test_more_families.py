@@ -8,7 +8,14 @@ from drafters import use_drafter, use_heads
 from families import BY_NGRAMS, FAMILIES, LAYERS, MORE, VOCAB, random_model, tiny_model
 from images import SEEING
 from on_steps import attach_captured
-from transformers import AutoModelForSeq2SeqLM, BartConfig, CpmAntConfig, CpmAntForCausalLM
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    CpmAntConfig,
+    CpmAntForCausalLM,
+    MusicgenDecoderConfig,
+    MusicgenForCausalLM,
+)
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
 from tide_hf.base_model.parity import check_parity
@@ -98,6 +105,13 @@ def test_an_encoder_decoder_is_refused():
     )
     with pytest.raises(UnsupportedModelError, match="got an encoder beside the decoder"):
         TIDEModelForCausalLM.attach(AutoModelForSeq2SeqLM.from_config(config))
+
+
+def test_a_model_with_several_heads_is_refused():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 48, "num_attention_heads": 4, "num_codebooks": 2}
+    config = MusicgenDecoderConfig(vocab_size=VOCAB, pad_token_id=VOCAB, bos_token_id=VOCAB, **sizes)
+    with pytest.raises(UnsupportedModelError, match="got no output head"):
+        TIDEModelForCausalLM.attach(MusicgenForCausalLM(config))
 
 
 def test_a_model_with_tokens_of_its_own_before_the_prompt_is_refused():

@@ -49,7 +49,7 @@ LAYOUTS = (
     Layout("transformer.blocks", "transformer.norm_f"),  # mpt, dbrx
     Layout("gpt_neox_japanese.layers", "gpt_neox_japanese.final_layer_norm"),
 )
-TUPLE_LAYERS = frozenset({"falcon", "falcon_h1", "bloom", "bamba", "gpt_neo", "gpt_neox_japanese", "mpt"})
+TUPLE_LAYERS = frozenset({"falcon", "falcon_h1", "bloom", "bamba", "gpt_neo", "gpt_neox_japanese", "mpt", "zaya"})
 MLP_NAMES = ("mlp", "feed_forward")  # the token-wise MLP of a layer; OPT has no such module
 WINDOW_FIELDS = ("sliding_window", "window_size")  # config fields; the latter in GPT-Neo
 # The name of the cache argument of models; transformers 5.24 renamed it and warns about the old name.
@@ -91,15 +91,17 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
     """Find the decoder layers, final norm and head of `model`; `parity.check_parity` checks them on a probe."""
     if not isinstance(model, PreTrainedModel):
         raise _unsupported(model, "it is no transformers model")
+    if not isinstance(model, GenerationMixin):
+        raise _unsupported(model, "a model without transformers' generate")
+    if model.config.is_encoder_decoder:
+        raise _unsupported(model, "an encoder beside the decoder")
     config = model.config.get_text_config()
     num_layers = getattr(config, "num_hidden_layers", None)
     known = next((row for row in LAYOUTS if _fits(model, row, num_layers)), None)
     layout = known or _find_layers(model, num_layers)
     head = model.get_output_embeddings()
-    if layout is None or head is None:
+    if layout is None or not hasattr(head, "weight"):  # MusicGen has a list of heads
         raise _unsupported(model, "no decoder layers" if layout is None else "no output head (get_output_embeddings())")
-    if model.config.is_encoder_decoder:
-        raise _unsupported(model, "an encoder beside the decoder")
     layers, projection = tuple(_resolve(model, layout.layers)), _resolve(model, layout.projection)
     return DecoderStructure(
         layers=layers,
@@ -281,11 +283,9 @@ def _cache_argument(layer: nn.Module) -> str | None:
 
 
 def _unsupported(model: object, found: str) -> UnsupportedModelError:
-    looked_for = "; ".join(f"{row.layers} with {row.norm}" for row in LAYOUTS)
     return UnsupportedModelError(
         f"{type(model).__name__} is not a causal language model that tide_hf knows",
         got=found,
-        expected=f"a list of config.num_hidden_layers (at least 2) decoder layers and a final norm at one of: "
-        f"{looked_for}; and an output head",
-        do="Pass an AutoModelForCausalLM, or add the family as CONTRIBUTING.md describes.",
+        expected="a list of config.num_hidden_layers (at least 2) decoder layers that take a cache, and an output head",
+        do="Pass an AutoModelForCausalLM, or see examples/guides/supported-models.md for what is refused, and why.",
     )

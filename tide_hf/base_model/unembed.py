@@ -18,7 +18,9 @@ from .structure import DecoderStructure
 HASH_ROWS = 256
 SAMPLED_WEIGHTS = 16  # approximate number of values of each tensor that enter a hash
 # Multimodal models that apply the text config's logit scaling; others leave the logits unscaled.
-SCALING_MULTIMODAL = frozenset({"gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "paligemma"})
+SCALING_MULTIMODAL = frozenset(
+    {"gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "granite_docling", "paligemma"}
+)
 
 
 class Unembed:
