@@ -302,7 +302,8 @@ def _new_attached(base_class: type) -> Any:
 
 def _rule_arguments(model: Any, call: Call) -> tuple[Any, ...]:
     """The arguments of one call's `AcceptanceRule`."""
-    stay_level = counts_slots(model.config.get_text_config(), call.generation_config.max_length)
+    config, length = model.config.get_text_config(), call.generation_config.max_length
+    stay_level = model._tide.stays_level or counts_slots(config, length)
     return call, ranks_of(model), call.cache_is_returned, stay_level
 
 

@@ -214,7 +214,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             if mode != "self_speculative" or strict:
                 raise
             attachment.note_fallback(error)
-        check_widths(model, structure)
+        attachment.stays_level = check_widths(model, structure, needs_logits=loaded is not None)
         if loaded is not None:
             loaded.place(device, model.dtype)
         linears, may_copy = linears_to_gate(structure, pack_weights)

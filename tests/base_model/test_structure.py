@@ -141,7 +141,7 @@ class LayerWithoutCache(nn.Module):
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        ("model.layers", nn.ModuleList(), "got no decoder layers.*model.layers with model.norm;.*transformer.h"),
+        ("model.layers", nn.ModuleList(), "got no decoder layers.*that take a cache"),
         ("model.layers", nn.ModuleList(LayerWithoutCache() for _ in range(LAYERS)), f"takes none of {CACHE}"),
         ("get_output_embeddings", lambda: None, "no output head"),
     ],

@@ -172,6 +172,49 @@ SPARSE: dict[str, dict] = {  # with sparse attention: a token attends to the key
         "index_topk_blocks": 3,
     },
 }
+# Families that need no more than a row in `LAYOUTS` or `TUPLE_LAYERS`; one test puts each through all of it.
+MORE: dict[str, dict] = {
+    "biogpt": _COMMON,
+    "ctrl": {**FAMILIES["gpt2"], "dff": 48},
+    "dbrx": {
+        **{"vocab_size": VOCAB, "d_model": 32, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": 64, **_TOKENS},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "gpt_neo": {
+        **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_layers": LAYERS, "num_heads": 4},
+        **{"attention_types": [[["global", "local"], LAYERS // 2]], "window_size": 16, **_TOKENS},
+        "max_position_embeddings": 64,
+    },
+    "gpt_neox_japanese": {name: value for name, value in _COMMON.items() if name != "head_dim"},
+    "lfm2": {**_COMMON, "layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
+    "modernbert-decoder": {**_COMMON, **_WINDOW},
+    "mpt": {"vocab_size": VOCAB, "d_model": 32, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": 64, **_TOKENS},
+    "xglm": {
+        **{"vocab_size": VOCAB, "d_model": 32, "ffn_dim": 48, "num_layers": LAYERS, "attention_heads": 4, **_TOKENS},
+        "max_position_embeddings": 64,
+    },
+}
+# Families whose logits are not reproduced from their last layer, so that n-grams alone draft.
+BY_NGRAMS: dict[str, dict] = {
+    "bert": {**_COMMON, "is_decoder": True, "initializer_range": 0.2},
+    "gemma3n_text": {
+        **_COMMON,
+        **_WINDOW,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4,
+        "num_kv_shared_layers": 1,
+        "activation_sparsity_pattern": [0.0] * LAYERS,
+        "intermediate_size": [48] * LAYERS,
+    },
+    "git": {**FAMILIES["falcon"], "vision_config": _SEES},
+    "mllama": {  # its last layer attends to images alone
+        "text_config": {**_COMMON, "model_type": "mllama_text_model", "cross_attention_layers": [1, LAYERS - 1]},
+        "vision_config": {**_SEES, "attention_heads": 2, "num_global_layers": 1, "intermediate_layers_indices": [0]},
+        "image_token_index": IMAGE_TOKEN,
+    },
+}
 RECURRENT = ("mamba", "jamba", "bamba", "qwen3_next")
 ATTENTION = tuple(name for name in FAMILIES if name not in RECURRENT)
 SDPA = tuple(name for name in ATTENTION if name not in ("gemma2", "gpt_oss", "bloom"))  # SDPA is their default

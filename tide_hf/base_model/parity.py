@@ -54,29 +54,46 @@ def probe(model: PreTrainedModel, structure: DecoderStructure, start: int, end: 
 
     The `cache`, if any, holds the tokens before `start`. Refuses a model that does not run on text alone.
     """
-    positions = torch.arange(start, end, device=input_device(model))[None]
-    tokens = positions % structure.vocab_size
-    # The mask is explicit, since transformers warns if the probe contains the pad token and no mask is passed.
-    inputs: dict[str, Any] = {"attention_mask": tokens.new_ones(1, end)}
     try:
-        if cache is None:
-            inputs |= {"input_ids": tokens, "use_cache": False}
-        else:
-            if "position_ids" in inspect.signature(model.forward).parameters:  # as `generate` does
-                inputs["position_ids"] = positions
-            inputs = model.prepare_inputs_for_generation(tokens, use_cache=True, **{CACHE: cache}, **inputs)
+        inputs = _probe_inputs(model, structure, start, end, cache)
         with evaluating(model):
-            return model(**without_router_loss(model, inputs)).logits[0].float()
+            logits = model(**without_router_loss(model, inputs)).logits[0].float()
+        if len(logits) != end - start:  # CPM-Ant, with tokens of its own before the prompt
+            raise ValueError(f"{len(logits)} logits for {end - start} tokens")
+        return logits
     except torch.OutOfMemoryError:  # says nothing about the model
         raise
     # Errors that models raise if they require images or audio.
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+    except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} does not run on text alone",
             got=quoted(error),
             expected="a causal language model, whatever else it takes",
             do="Pass its text model, if it is one by itself.",
         ) from error
+
+
+def counts_slots(model: PreTrainedModel, structure: DecoderStructure, end: int, cache: Cache) -> bool:
+    """Whether the model, after the `end` tokens of a cache, may take the number of slots for the position.
+
+    It does if `generate` passes it no positions, unless it finds them in the mask, as Bloom's ALiBi does.
+    """
+    has_alibi = hasattr(model.base_model, "build_alibi_tensor")
+    return not has_alibi and _probe_inputs(model, structure, end, end + 1, cache).get("position_ids") is None
+
+
+def _probe_inputs(
+    model: PreTrainedModel, structure: DecoderStructure, start: int, end: int, cache: Cache | None
+) -> dict[str, Any]:
+    positions = torch.arange(start, end, device=input_device(model))[None]
+    tokens = positions % structure.vocab_size
+    # The mask is explicit, since transformers warns if the probe contains the pad token and no mask is passed.
+    inputs: dict[str, Any] = {"attention_mask": tokens.new_ones(1, end)}
+    if cache is None:
+        return {**inputs, "input_ids": tokens, "use_cache": False}
+    if "position_ids" in inspect.signature(model.forward).parameters:  # as `generate` does
+        inputs["position_ids"] = positions
+    return model.prepare_inputs_for_generation(tokens, use_cache=True, **{CACHE: cache}, **inputs)
 
 
 def _no_parity(model: PreTrainedModel, got: str, expected: str) -> UnsupportedModelError:

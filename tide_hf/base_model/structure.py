@@ -24,7 +24,7 @@ class Layout(NamedTuple):
     """Module paths of the decoder's parts, relative to the causal language model."""
 
     layers: str
-    norm: str
+    norm: str | None
     projection: str | None = None
 
 
@@ -38,9 +38,20 @@ LAYOUTS = (
     Layout("model.language_model.layers", "model.language_model.norm"),  # gemma3, qwen-vl, llava, ... (multimodal)
     Layout("model.text_model.layers", "model.text_model.norm"),  # idefics3, smolvlm
     Layout("language_model.model.layers", "language_model.model.norm"),  # llama4
+    Layout("model.language_model.layers", "model.language_model.final_layernorm"),  # fuyu
+    Layout("model.layers", "model.embedding_norm"),  # lfm2
+    Layout("model.language_model.layers", "model.language_model.embedding_norm"),  # lfm2_vl
+    Layout("model.layers", "model.layer_norm"),  # xglm
+    Layout("biogpt.layers", "biogpt.layer_norm"),
+    Layout("model.layers", "model.final_norm", "lm_head"),  # modernbert-decoder, whose head follows; recurrent_gemma
+    Layout("model.layers", "model.norm_f"),  # nemotron_h
+    Layout("transformer.h", "transformer.layernorm"),  # ctrl
+    Layout("transformer.blocks", "transformer.norm_f"),  # mpt, dbrx
+    Layout("gpt_neox_japanese.layers", "gpt_neox_japanese.final_layer_norm"),
 )
-TUPLE_LAYERS = frozenset({"falcon", "bloom", "bamba"})
+TUPLE_LAYERS = frozenset({"falcon", "falcon_h1", "bloom", "bamba", "gpt_neo", "gpt_neox_japanese", "mpt", "zaya"})
 MLP_NAMES = ("mlp", "feed_forward")  # the token-wise MLP of a layer; OPT has no such module
+WINDOW_FIELDS = ("sliding_window", "window_size")  # config fields; the latter in GPT-Neo
 # The name of the cache argument of models; transformers 5.24 renamed it and warns about the old name.
 _PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE = "cache" if "cache" in _PREPARED else "past_key_values"
@@ -57,6 +68,7 @@ class DecoderStructure:
     projection: nn.Module | None  # between norm and head: OPT's `project_out`
     head: nn.Module  # without scaling or softcapping of the logits
     cache_argument: str  # the parameter of a layer's forward that takes the cache
+    is_known: bool  # whether the layout is one of `LAYOUTS`
     returns_tuple: bool  # whether a layer returns `(hidden_states, ...)` instead of `hidden_states`
     is_recurrent: bool  # whether any layer has a recurrent state, which can neither be skipped nor rolled back
     hidden_size: int
@@ -79,20 +91,26 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
     """Find the decoder layers, final norm and head of `model`; `parity.check_parity` checks them on a probe."""
     if not isinstance(model, PreTrainedModel):
         raise _unsupported(model, "it is no transformers model")
+    if not isinstance(model, GenerationMixin):
+        raise _unsupported(model, "a model without transformers' generate")
+    if model.config.is_encoder_decoder:
+        raise _unsupported(model, "an encoder beside the decoder")
     config = model.config.get_text_config()
     num_layers = getattr(config, "num_hidden_layers", None)
-    layout = next((row for row in LAYOUTS if _fits(model, row, num_layers)), None)
+    known = next((row for row in LAYOUTS if _fits(model, row, num_layers)), None)
+    layout = known or _find_layers(model, num_layers)
     head = model.get_output_embeddings()
-    if layout is None or head is None:
+    if layout is None or not hasattr(head, "weight"):  # MusicGen has a list of heads
         raise _unsupported(model, "no decoder layers" if layout is None else "no output head (get_output_embeddings())")
-    layers = tuple(_resolve(model, layout.layers))
+    layers, projection = tuple(_resolve(model, layout.layers)), _resolve(model, layout.projection)
     return DecoderStructure(
         layers=layers,
         mlps=tuple(mlp for layer in layers for mlp in map(layer._modules.get, MLP_NAMES) if mlp is not None),
         norm=_resolve(model, layout.norm),
-        projection=_resolve(model, layout.projection) if layout.projection else None,
+        projection=None if projection is head else projection,
         head=head,
         cache_argument=cache_argument_of(model, layers[0]),
+        is_known=known is not None,
         returns_tuple=config.model_type in TUPLE_LAYERS,
         # MiniMax does not set `_is_stateful`, but has a cache class of its own.
         is_recurrent=bool(getattr(model, "_is_stateful", False)) or not model._supports_default_dynamic_cache(),
@@ -104,8 +122,7 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
 def check_layers(model: PreTrainedModel, structure: DecoderStructure) -> None:
     """Refuse a model whose decoder layers have been removed, replaced, moved or added. Wrapped layers are accepted."""
     known = structure.layers
-    lists = {row.layers: _resolve(model, row.layers) for row in LAYOUTS}
-    found = {path: tuple(layers) for path, layers in lists.items() if isinstance(layers, nn.ModuleList)}
+    found = {path: tuple(part) for path, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     if any(len(now) == len(known) and all(map(_holds, now, known)) for now in found.values()):
         return
     path, now = max(found.items(), key=lambda item: len({*item[1]} & {*known}), default=("", ()))
@@ -222,40 +239,53 @@ def bounds_positions(config: Any) -> bool:
 def has_windows(config: Any) -> bool:
     """Whether some layers have windowed attention, whose window counts cache slots, including masked slots."""
     kinds = set(getattr(config, "layer_types", None) or [])
-    return bool(kinds - {"full_attention"}) or bool(getattr(config, "sliding_window", None))
+    return bool(kinds - {"full_attention"}) or any(getattr(config, name, None) for name in WINDOW_FIELDS)
 
 
 _ABSENT = object()
 
 
-def _resolve(model: nn.Module, path: str, default: object = None) -> Any:
+def _resolve(model: nn.Module, path: str | None, default: object = None) -> Any:
     try:
-        return attrgetter(path)(model)
+        return attrgetter(path)(model) if path else None
     except AttributeError:
         return default
 
 
 def _fits(model: nn.Module, layout: Layout, num_layers: int | None) -> bool:
-    layers = _resolve(model, layout.layers)
     has_norm = _resolve(model, layout.norm, _ABSENT) is not _ABSENT
-    return isinstance(layers, nn.ModuleList) and len(layers) == num_layers and num_layers > 1 and has_norm
+    return has_norm and _is_decoder(_resolve(model, layout.layers), num_layers)
+
+
+def _find_layers(model: nn.Module, num_layers: int | None) -> Layout | None:
+    """Where a list of layers with K/V is, in a model of unknown layout, whose logits n-grams do not need."""
+    for path, part in model.named_modules():
+        if _is_decoder(part, num_layers) and _cache_argument(part[0]):
+            return Layout(path, None)
+    return None
+
+
+def _is_decoder(part: Any, num_layers: int | None) -> bool:
+    return isinstance(part, nn.ModuleList) and len(part) == num_layers and num_layers > 1
 
 
 def cache_argument_of(model: nn.Module, layer: nn.Module) -> str:
     """The parameter of a layer's forward that takes the cache; raises [`UnsupportedModelError`] if there is none."""
+    name = _cache_argument(layer)
+    if name is None:
+        raise _unsupported(model, f"a layer whose forward takes none of {', '.join(CACHE_ARGUMENTS)}")
+    return name
+
+
+def _cache_argument(layer: nn.Module) -> str | None:
     parameters = inspect.signature(type(layer).forward).parameters
-    for name in CACHE_ARGUMENTS:
-        if name in parameters:
-            return name
-    raise _unsupported(model, f"a layer whose forward takes none of {', '.join(CACHE_ARGUMENTS)}")
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
 
 
 def _unsupported(model: object, found: str) -> UnsupportedModelError:
-    looked_for = "; ".join(f"{row.layers} with {row.norm}" for row in LAYOUTS)
     return UnsupportedModelError(
         f"{type(model).__name__} is not a causal language model that tide_hf knows",
         got=found,
-        expected=f"a list of config.num_hidden_layers (at least 2) decoder layers and a final norm at one of: "
-        f"{looked_for}; and an output head",
-        do="Pass an AutoModelForCausalLM, or add the family as CONTRIBUTING.md describes.",
+        expected="a list of config.num_hidden_layers (at least 2) decoder layers that take a cache, and an output head",
+        do="Pass an AutoModelForCausalLM, or see examples/guides/supported-models.md for what is refused, and why.",
     )

@@ -20,7 +20,9 @@ from .structure import DecoderStructure
 HASH_ROWS = 256
 SAMPLED_WEIGHTS = 16  # approximate number of values of each tensor that enter a hash
 # Multimodal models that apply the text config's logit scaling; others leave the logits unscaled.
-SCALING_MULTIMODAL = frozenset({"gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "paligemma"})
+SCALING_MULTIMODAL = frozenset(
+    {"gemma3n", "gemma4", "gemma4_unified", "granite4_vision", "granite_docling", "paligemma"}
+)
 
 
 class Unembed:
@@ -36,6 +38,7 @@ class Unembed:
         self.divisor = getattr(config, "logits_scaling", None)  # granite
         self.factor = getattr(config, "logit_scale", None)  # cohere
         self.softcap = getattr(config, "final_logit_softcapping", None)  # gemma
+        self.softcap = self.softcap or getattr(config, "logits_soft_cap", None)  # recurrent_gemma
 
     def normalize(self, hidden_states: Tensor) -> Tensor:
         """Apply the final norm to hidden states of any layer."""

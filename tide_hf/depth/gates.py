@@ -68,13 +68,13 @@ class LayerGate(Gate):
 
     def with_state(self, output: Any, state: Tensor) -> Any:
         """Replace the hidden states in a layer's output. For a skipped layer, `output` is `None`."""
-        if not self.returns_tuple:
+        if not (self.returns_tuple if output is None else isinstance(output, tuple)):
             return state
         return (state, *output[1:]) if output is not None else (state, None)
 
     def state_of(self, output: Any) -> Tensor:
         """The hidden states in a layer's output."""
-        return output[0] if self.returns_tuple else output
+        return output[0] if isinstance(output, tuple) else output
 
 
 class MLPGate(Gate):
@@ -191,7 +191,7 @@ class LayerRun:
     def execute(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer and count it."""
         state = input_state(args, kwargs)
-        self.layers_executed += state.shape[0]
+        self.layers_executed += state.shape[max(0, state.dim() - 3)]  # Gemma 3n stacks several states before the rows
         order_prefetch(self.cache, state.device)
         if self.execute_layer is None or self.tokens_for_mlp() is not None:
             return gate.native(*args, **kwargs)

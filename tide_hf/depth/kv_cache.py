@@ -267,7 +267,7 @@ class CacheSlots:
         cut_back(self.cache, self.length)
         if self.holes is None:
             return
-        has_all = all(layer.keys.shape[-2] == self.length for layer in self.cache.layers)
+        has_all = all(layer.keys.shape[-2] == self.length for layer in self.cache.layers if layer.is_initialized)
         shortest = int((~self.holes).sum(dim=1).min()) if has_all else 0
         order = torch.argsort(self.holes.to(torch.uint8), dim=1, stable=True)[:, :shortest]  # holes go last
         self._move(order, self.length)
@@ -290,7 +290,8 @@ class CacheSlots:
         if self.cache.offloading and order.is_cuda:  # a layer may still be on its way to the GPU
             torch.cuda.current_stream(order.device).wait_stream(self.cache.prefetch_stream)
         for layer in self.cache.layers:
-            _gather_slots(layer, order, total, self.ops)
+            if layer.is_initialized:  # without images, Mllama's cross-attention stores nothing
+                _gather_slots(layer, order, total, self.ops)
 
     def _with_holes(self, is_accepted: Tensor) -> tuple[Tensor, Tensor]:
         """Append a pass's tokens to mask and holes, (rows, cached + width) each; `is_accepted` is (rows, width)."""

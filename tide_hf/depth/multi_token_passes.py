@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ..base_model.parity import check_parity, probe
+from ..base_model.parity import check_parity, counts_slots, probe
 from ..base_model.structure import DecoderStructure, last_position, rope_limits
 from ..common.errors import UnsupportedModelError, UnsupportedOptionError
 from .kv_cache import crop_layers, start_recording
@@ -25,6 +26,8 @@ VERIFY_WIDTH = 4  # tokens of the probe in one pass over the cache
 SMALL_LIMIT = 64  # tokens; probing beyond a larger limit would take too long
 # Matches config fields that limit attention: to a window, a chunk, or a number of keys or blocks.
 LIMIT_NAMES = re.compile("window|chunk|block|top_?k")
+
+logger = logging.getLogger(__name__)
 
 
 def multi_token_limit(model: PreTrainedModel) -> tuple[str, int] | None:
@@ -61,36 +64,69 @@ def check_multi_token_passes(model: PreTrainedModel, num_slots: int) -> None:
         )
 
 
-def check_widths(model: PreTrainedModel, structure: DecoderStructure) -> None:
+def check_widths(model: PreTrainedModel, structure: DecoderStructure, needs_logits: bool = True) -> bool:
     """Run `check_parity` on a tiny probe; check that the model's logits do not depend on the width of a pass.
 
     The probe runs in one pass; then a few tokens run again over the cache, in one pass and one by one. Models with a
     recurrent state, which never verify drafts, run only the first pass. In reduced precision, rounding may route a
     token to another expert, so it is enough if the multi-token pass's median token and one single token agree.
+
+    Args:
+        model: The base model.
+        structure: Its parts.
+        needs_logits: Whether logits must be reproduced from hidden states. Drafts of n-grams do without.
+
+    Returns:
+        Whether rows must stay level, since the model may count cache slots, those of rejected drafts included: its
+        layout is not known, or it is passed no positions.
     """
     if structure.is_recurrent:
         check_parity(model, structure)
-        return
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    start_recording(cache)
-    length = _probe_length(model)
-    expected = check_parity(model, structure, length, cache)
+        return False
+    length, cache = _probe_length(model), _recording_cache(model)
+    start = max(1, length - 2 * VERIFY_WIDTH)
+    end = min(start + VERIFY_WIDTH, length)
+    try:
+        expected = check_parity(model, structure, length, cache)
+    except UnsupportedModelError as error:
+        if needs_logits:
+            raise
+        logger.info("n-grams alone can draft, since %s", error.problem)
+        cache = _recording_cache(model)
+        expected = probe(model, structure, 0, length, cache)
     is_exact = model.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     is_exact = is_exact and not getattr(model, "is_quantized", False)
     tolerance = 0.01 if is_exact else 0.25
-    start = max(1, length - 2 * VERIFY_WIDTH)
-    end = min(start + VERIFY_WIDTH, length)
+
+    def difference(logits: Tensor, others: Tensor) -> float:
+        differences = _differences(logits, others)
+        return float(differences.max() if is_exact else differences.median())
+
     crop_layers(cache.layers, length - start)
     wide = probe(model, structure, start, end, cache)
-    differences = _differences(wide, expected[start:end])
-    _check_difference(model, float(differences.max() if is_exact else differences.median()), tolerance, length)
+    stay_level = not structure.is_known or counts_slots(model, structure, end, cache)
     crop_layers(cache.layers, end - start)
-    for position in range(start, start + 1 if is_exact else end):
+    from_prefill = difference(wide, expected[start:end])
+    is_causal = from_prefill <= tolerance
+    if not is_causal:  # a prompt may attend to its later tokens (PaliGemma): then each single token is compared
+        alone = probe(model, structure, 0, 1, None)
+        if difference(alone, expected[:1]) <= tolerance:
+            _check_difference(model, from_prefill, tolerance, length)
+    singles: list[float] = []
+    for position in range(start, end):
         single = probe(model, structure, position, position + 1, cache)
-        difference = float(_differences(single, wide[position - start])[0])
-        if difference <= tolerance:
+        singles.append(difference(single, wide[position - start][None]))
+        if is_causal and (is_exact or singles[-1] <= tolerance):
             break
-    _check_difference(model, difference, tolerance, length)
+    decides = torch.max if is_exact else torch.min if is_causal else torch.median
+    _check_difference(model, float(decides(torch.tensor(singles))), tolerance, length)
+    return stay_level
+
+
+def _recording_cache(model: PreTrainedModel) -> DynamicCache:
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    start_recording(cache)
+    return cache
 
 
 def _probe_length(model: PreTrainedModel) -> int:

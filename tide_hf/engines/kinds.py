@@ -122,10 +122,12 @@ def why_eager(model: Any, model_kwargs: dict[str, Any]) -> str | None:
     layers = {type(layer).__name__ for layer in cache.layers if type(layer) not in LAYER_KINDS}
     passed = {name for name, value in model_kwargs.items() if not is_absent(value)}
     unknown = passed - names_of_prompt_inputs(model) - KNOWN_ARGUMENTS
+    supported = model._can_compile_fullgraph or getattr(model, "_supports_attention_backend", False)
     reasons = {
         f"the model is spread over {', '.join(sorted(devices))}": len(devices) != 1,
         "processes share the model, and measure costs together": ranks_of(model).many,
         f"{attention!r} attention does not support a static cache": attention not in ATTENTION,
+        f"{type(model).__name__} supports no static cache": not supported,
         "the cache is offloaded": cache.offloading,
         f"the cache is a {type(cache).__name__}": type(cache) is not DynamicCache,
         f"the cache has layers of {', '.join(sorted(layers))}": bool(layers),

@@ -61,6 +61,7 @@ class Attachment:
     engine: str = EAGER
     use_kernels: bool | str = "auto"  # in eager calls
     copies_at_once: bool = False  # whether even the first short answer may copy weights into another layout
+    stays_level: bool = False  # whether rows must, since the model counts cache slots, those of rejected drafts too
     num_decoded: float = 0.0  # tokens per row that all calls have decoded
     strict: bool = False  # whether calls that `self_speculative` does not support raise, instead of decoding plainly
     # Costs measured on this machine, by engine, widths of the engine's passes, and number of rows.
