@@ -6,6 +6,7 @@ needs no network.
 
 import io
 import os
+import sys
 from pathlib import Path
 
 # Set before the libraries that read them are imported. The telemetry switches are removed because kernels sends an
@@ -41,8 +42,8 @@ from tide_hf.common import measurements  # noqa: E402
 from tide_hf.common.files import cache_folder  # noqa: E402
 from tide_hf.kernels.cpu import cpp_kernels as kernels  # noqa: E402
 from tide_hf.kernels.cpu.cpp_kernels import load_op  # noqa: E402
-from tide_hf.kernels.cpu.weight_layouts import _fastest_layout  # noqa: E402
 from tide_hf.kernels.fetch import KERNELS_REPO  # noqa: E402
+from tide_hf.weights.layouts import _fastest_layout  # noqa: E402
 
 
 def pytest_configure(config):
@@ -243,6 +244,12 @@ def routers_folder(tmp_path, tiny_llama):
     calibration = {"exit_layers": {"2": {"agreement": 0.6}}}
     TIDERouters.for_model(tiny_llama(), exit_layers=[2], calibration=calibration).save_pretrained(tmp_path / "routers")
     return tmp_path / "routers"
+
+
+@pytest.fixture
+def without_matplotlib(monkeypatch):
+    """As where it is not installed; cards without plots take less time."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
 
 @pytest.fixture

@@ -16,8 +16,10 @@ ORDER = (
     "routers",
     "hub",
     "depth",
+    "weights",
     "speculation",
     "engines",
+    "modes",
     "generation",
     "model",
     "auto_classes",
@@ -85,6 +87,41 @@ def test_one_place_hooks_layers_and_one_replaces_their_forward():
     replaced = {module for module, node in attributes if node.attr == "forward" and isinstance(node.ctx, ast.Store)}
     assert hooks == {"tide_hf.base_model.hooks"}
     assert replaced == {"tide_hf.depth.gates"}
+
+
+def test_one_place_decides_how_a_weight_is_read():
+    """What else is in the room multiplies, measures and probes."""
+    names = {m: {getattr(node, "id", getattr(node, "name", "")) for node in nodes} for m, nodes in NODES.items()}
+    layouts = ("LOSSLESS_LAYOUTS", "PYTORCH_LAYOUTS", "PROMPT_LAYOUTS", "KERNEL_LAYOUTS", "DRAFT_LAYOUTS")
+    for name in ("allowed_layouts", "fastest_layout", "clearly_faster_layout", *layouts):
+        users = {module for module in MODULES if name in names[module]}
+        assert users
+        assert [module for module in users if not module.startswith("tide_hf.weights.")] == []
+
+
+def test_no_room_sets_variables_inside_another():
+    """What a room needs of another is an argument, or in an object that is handed on."""
+    stores = [
+        (module, ast.unparse(node.value), node.attr)
+        for module, nodes in NODES.items()
+        for node in nodes
+        if isinstance(node, ast.Attribute) and (isinstance(node.ctx, ast.Store) or node.attr == "set")
+    ]
+    imported = {
+        (module, alias.asname or alias.name)
+        for module, nodes in NODES.items()
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
+    assert [store for store in stores if store[:2] in imported] == []  # modules, context variables, classes
+    of_weights = {attr for module, owner, attr in stores if owner == "self" and module.startswith("tide_hf.weights.")}
+    of_others = {attr for module, owner, attr in stores if owner == "self" and "tide_hf.weights." not in module}
+    from_outside = [store for store in stores if store[1] != "self"]
+    assert [store for store in from_outside if store[2] in ("execute_layer", "fused", "has_room", "may_copy")] == []
+    kept_by_weights = of_weights - of_others
+    assert {"copies_at_once", "converted"} <= kept_by_weights
+    assert {store[0] for store in from_outside if store[2] in kept_by_weights} <= {"tide_hf.weights.fused_layers"}
 
 
 def test_nothing_is_a_kind_of_the_loop_or_of_an_engine():

@@ -13,7 +13,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedConfig
 
 from .common.errors import ConfigurationError
-from .routers.config import FOR_BOTH, TIDEConfig, bad_file, check_field, holds_routers
+from .routers.config import FOR_BOTH, TIDEConfig, bad_file, check_exit_threshold, holds_routers
 from .routers.files import SPECULATORS
 
 # Arguments of `from_pretrained` that concern the routers' repository only, or that transformers' auto class adds.
@@ -54,8 +54,7 @@ class TIDEAutoModel:
         shared = _chosen(kwargs, FOR_BOTH)
         base = base_of(name_or_path, config, **shared)
         options = {name: value for name, value in kwargs.items() if name not in OWN}
-        for name in ("exit_threshold", "draft_exit_threshold"):  # the caller's changes have not been checked
-            check_field(name, getattr(config, name))
+        check_exit_threshold(config.exit_threshold)  # the caller's changes have not been checked
         if options.get("adapter_kwargs"):
             if options["adapter_kwargs"].get("_adapter_model_path") == name_or_path:
                 raise bad_file(name_or_path, "an adapter_config.json beside them")

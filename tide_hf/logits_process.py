@@ -17,6 +17,7 @@ from .base_model.wrappers import base_inside, check_wrapper
 from .common.errors import ConfigurationError, UnsupportedModelError, UnsupportedOptionError
 from .depth.gates import on_device
 from .hub.load import find_routers
+from .kernels.reference import exit_mask
 from .model import TIDEModelForCausalLM
 from .routers.config import check_exit_threshold
 from .routers.routers import TIDERouters
@@ -98,11 +99,11 @@ class TIDELogitsProcessor(LogitsProcessor):
                 )
             exit_point = on_device(self.routers[exit_layer], state)
             exit_scores = self.unembed.route(exit_point.router, state).to(scores.device)
-            exit_mask = (exit_scores >= self.exit_threshold) & not_exited
-            if exit_mask.any():
+            exiting = exit_mask(exit_scores, self.exit_threshold, not_exited)
+            if exiting.any():
                 logits = self.unembed(exit_point.head(state)).to(scores)
-                scores = torch.where(exit_mask[:, None], logits, scores)
-                not_exited &= ~exit_mask
+                scores = torch.where(exiting[:, None], logits, scores)
+                not_exited &= ~exiting
         return scores
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, fields
 from typing import Any
 
 from .base_model.structure import find_structure, input_device
@@ -12,7 +13,6 @@ from .common.busy import warn_if_busy
 from .common.choices import ENGINES, MODES, REMEMBERED_TOKENS, check_choice, check_limit
 from .common.errors import ConfigurationError, UnsupportedModelError
 from .depth.gates import open_gates, remove_gates
-from .depth.linear_gate import linears_in, linears_to_gate, open_linear_gates
 from .depth.multi_token_passes import check_widths
 from .engines.kinds import new_engines
 from .engines.warm_up import build_while_attaching
@@ -23,9 +23,62 @@ from .routers.config import FOR_BOTH, check_exit_threshold
 from .routers.routers import TIDERouters
 from .speculation.answer_memory import AnswerMemory
 from .speculation.attachment import Attachment, hybrid_drafter
+from .weights.reading import WeightReading
 
 PACK_WEIGHTS = (True, False, "auto")
 Routers = TIDERouters | str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True)
+class AttachOptions:
+    """How TIDE is attached: the keyword arguments that `from_pretrained` and `attach` share.
+
+    Attributes:
+        mode: `"self_speculative"` (the base model's own output), `"early_exit"` or `"post_hoc"` (approximate).
+        exit_threshold: A token exits if its exit score is at least this value; default: the calibrated value.
+        ignore_base_mismatch: Use routers that were made for another model of the same shape.
+        pack_weights: On a CPU, copy float32 and bfloat16 weights into layouts that are measured to be faster:
+            oneDNN's prepacked one, with which a pass over several tokens (or rows) costs little more than over one
+            token; and, for float32 weights whose values need fewer bits, those bits. Weights are copied at first
+            use. `"auto"`: only if the copies take at most a quarter of the memory that is free when TIDE is
+            attached, and in eager calls not for a first short answer. `False` leaves linear layers as they are, so
+            the compiled engine's kernels for plain weights do not run either.
+        use_kernels: Run fused kernels: `"auto"` (if they are available), `True` (raise if they are not) or `False`.
+            See `ops.load_kernels`. Attaching makes the choice: attach again after moving the model. On a CPU,
+            kernels that cannot be fetched are built while TIDE is attached, which takes seconds once on each
+            machine: with `"auto"` for models of at least 64 MB of weights, if there is a C++ compiler and the build
+            can be kept. There, `False` concerns eager calls alone.
+        engine: What runs the passes: `"eager"`, the model's own forward; or `"compiled"`, which runs draft steps
+            and verify passes of `self_speculative` as compiled steps of fixed shape, captured as CUDA graphs on
+            a GPU. Preparing a step at its first use takes seconds. Calls that the steps do not support run eagerly,
+            and the log says why. A call may name another engine (`tide_engine=`).
+        strict: Raise if `self_speculative` does not support a call or a model: returned attention maps or hidden
+            states, caches that cannot be rolled back, recurrent states and so on. By default, such calls decode
+            plainly, by transformers' own loop, with the same output. The log gives each reason once as a warning;
+            `last_exit_stats.fallback_reason` holds it. A call may override this (`tide_strict=`).
+        remembered_tokens: Maximum number of tokens of answers that are remembered, to draft from in later calls; 0
+            remembers nothing. Token ids stay in RAM until `tide_release()`, `detach` or another `attach`; they are
+            neither saved nor copied with the model. Drafts never change an answer, but an answer that has been
+            given before comes sooner.
+    """
+
+    mode: str = "self_speculative"
+    exit_threshold: float | None = None
+    ignore_base_mismatch: bool = False
+    pack_weights: bool | str = "auto"
+    use_kernels: bool | str = "auto"
+    engine: str = "eager"
+    strict: bool = False
+    remembered_tokens: int = REMEMBERED_TOKENS
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, MODES)
+        check_choice("pack_weights", self.pack_weights, PACK_WEIGHTS)
+        check_choice("use_kernels", self.use_kernels, USE_KERNELS)
+        check_choice("engine", self.engine, ENGINES)
+        check_limit(remembered_tokens=self.remembered_tokens)
+        if self.exit_threshold is not None:
+            check_exit_threshold(self.exit_threshold)
 
 
 class _InstanceCheck(type):
@@ -54,16 +107,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         base: str | os.PathLike[str],
         routers: Routers = None,
         *,
-        mode: str = "self_speculative",
-        exit_threshold: float | None = None,
         routers_revision: str | None = None,
-        ignore_base_mismatch: bool = False,
-        pack_weights: bool | str = "auto",
-        use_kernels: bool | str = "auto",
-        engine: str = "eager",
-        strict: bool = False,
-        remembered_tokens: int = REMEMBERED_TOKENS,
-        **auto_model_kwargs: Any,
+        **kwargs: Any,
     ) -> Any:
         """Load a base model and attach TIDE to it.
 
@@ -72,36 +117,11 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             routers: Routers made for the base model: a folder, a Hub repository, [`TIDERouters`], or `"default"`, the
                 routers shipped with this library for the model. Without routers (`None`, or `"none"`), drafts come only
                 from n-grams of the context, and only `self_speculative` can run.
-            mode: `"self_speculative"` (the base model's own output), `"early_exit"` or `"post_hoc"` (approximate).
-            exit_threshold: A token exits if its exit score is at least this value; default: the calibrated value.
             routers_revision: Revision of the routers' Hub repository.
-            ignore_base_mismatch: Use routers that were made for another model of the same shape.
-            pack_weights: On a CPU, copy float32 and bfloat16 weights into layouts that are measured to be faster:
-                oneDNN's prepacked one, with which a pass over several tokens (or rows) costs little more than over one
-                token; and, for float32 weights whose values need fewer bits, those bits. Weights are copied at first
-                use. `"auto"`: only if the copies take at most a quarter of the memory that is free when TIDE is
-                attached, and in eager calls not for a first short answer. `False` leaves linear layers as they are, so
-                the compiled engine's kernels for plain weights do not run either.
-            use_kernels: Run fused kernels: `"auto"` (if they are available), `True` (raise if they are not) or `False`.
-                See `ops.load_kernels`. Attaching makes the choice: attach again after moving the model. On a CPU,
-                kernels that cannot be fetched are built while TIDE is attached, which takes seconds once on each
-                machine: with `"auto"` for models of at least 64 MB of weights, if there is a C++ compiler and the build
-                can be kept. There, `False` concerns eager calls alone.
-            engine: What runs the passes: `"eager"`, the model's own forward; or `"compiled"`, which runs draft steps
-                and verify passes of `self_speculative` as compiled steps of fixed shape, captured as CUDA graphs on
-                a GPU. Preparing a step at its first use takes seconds. Calls that the steps do not support run eagerly,
-                and the log says why. A call may name another engine (`tide_engine=`).
-            strict: Raise if `self_speculative` does not support a call or a model: returned attention maps or hidden
-                states, caches that cannot be rolled back, recurrent states and so on. By default, such calls decode
-                plainly, by transformers' own loop, with the same output. The log gives each reason once as a warning;
-                `last_exit_stats.fallback_reason` holds it. A call may override this (`tide_strict=`).
-            remembered_tokens: Maximum number of tokens of answers that are remembered, to draft from in later calls; 0
-                remembers nothing. Token ids stay in RAM until `tide_release()`, `detach` or another `attach`; they are
-                neither saved nor copied with the model. Drafts never change an answer, but an answer that has been
-                given before comes sooner.
-            **auto_model_kwargs: For `AutoModelForCausalLM.from_pretrained`: `dtype`, `device_map`, `revision`,
-                `quantization_config` and the rest. `token`, `cache_dir`, `force_download`, `local_files_only` and
-                `proxies` are used for the routers as well.
+            **kwargs: The fields of [`AttachOptions`]: `mode`, `engine`, `exit_threshold` and so on. All others are for
+                `AutoModelForCausalLM.from_pretrained`: `dtype`, `device_map`, `revision`, `quantization_config` and the
+                rest. `token`, `cache_dir`, `force_download`, `local_files_only` and `proxies` are used for the routers
+                as well.
 
         Returns:
             The base model, attached.
@@ -114,62 +134,26 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             ConfigurationError: A setting is invalid.
             KernelError: `use_kernels=True`, and the kernels cannot be loaded.
         """
-        check_choice("mode", mode, MODES)
-        check_choice("pack_weights", pack_weights, PACK_WEIGHTS)
-        check_choice("use_kernels", use_kernels, USE_KERNELS)
-        check_choice("engine", engine, ENGINES)
-        check_limit(remembered_tokens=remembered_tokens)
-        if exit_threshold is not None:
-            check_exit_threshold(exit_threshold)
-        hub_kwargs = {name: auto_model_kwargs[name] for name in FOR_BOTH if name in auto_model_kwargs}
+        own = {field.name: kwargs.pop(field.name) for field in fields(AttachOptions) if field.name in kwargs}
+        AttachOptions(**own)  # checked before anything is loaded
+        hub_kwargs = {name: kwargs[name] for name in FOR_BOTH if name in kwargs}
         loaded: Any = routers
         if routers != DEFAULT_ROUTERS:  # `attach` finds default routers by the model's head
             loaded = read_routers(routers, revision=routers_revision, **hub_kwargs)
-        model = load_base_model(base, **auto_model_kwargs)
+        model = load_base_model(base, **kwargs)
         if routers is None and _is_attached(model):  # `base` is a repository of routers
             loaded = model._tide.routers
-        return cls.attach(
-            model,
-            loaded,
-            mode=mode,
-            exit_threshold=exit_threshold,
-            ignore_base_mismatch=ignore_base_mismatch,
-            pack_weights=pack_weights,
-            use_kernels=use_kernels,
-            engine=engine,
-            strict=strict,
-            remembered_tokens=remembered_tokens,
-        )
+        return cls.attach(model, loaded, **own)
 
     @classmethod
-    def attach(
-        cls,
-        model: Any,
-        routers: Routers = None,
-        *,
-        mode: str = "self_speculative",
-        exit_threshold: float | None = None,
-        ignore_base_mismatch: bool = False,
-        pack_weights: bool | str = "auto",
-        use_kernels: bool | str = "auto",
-        engine: str = "eager",
-        strict: bool = False,
-        remembered_tokens: int = REMEMBERED_TOKENS,
-    ) -> Any:
+    def attach(cls, model: Any, routers: Routers = None, **options: Any) -> Any:
         """Attach TIDE to a loaded model. Dispatch a model over devices (accelerate) before attaching.
 
         Args:
             model: The base model, or a `PeftModel` or `torch.compile(model)` around it. TIDE is attached to the base
                 model, in place; attaching again replaces the routers and settings.
             routers: As in `from_pretrained`.
-            mode: As in `from_pretrained`.
-            exit_threshold: As in `from_pretrained`.
-            ignore_base_mismatch: As in `from_pretrained`.
-            pack_weights: As in `from_pretrained`.
-            use_kernels: As in `from_pretrained`.
-            engine: As in `from_pretrained`.
-            strict: As in `from_pretrained`.
-            remembered_tokens: As in `from_pretrained`.
+            **options: The fields of [`AttachOptions`].
 
         Returns:
             `model` itself.
@@ -177,10 +161,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         Raises:
             As `from_pretrained`. A model that is refused is left as it was.
         """
-        check_choice("mode", mode, MODES)
-        check_choice("pack_weights", pack_weights, PACK_WEIGHTS)
-        check_choice("engine", engine, ENGINES)
-        check_limit(remembered_tokens=remembered_tokens)
+        chosen = AttachOptions(**options)
         check_wrapper(model)
         given, model = model, base_inside(model)
         loaded = find_routers(routers, model)
@@ -188,47 +169,42 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             log_no_routers(model)
         structure = find_structure(model)
         check_uncompiled(model, structure)
-        if exit_threshold is not None:
-            check_exit_threshold(exit_threshold)
         if loaded is not None:
-            loaded.check_base_model(model, ignore_base_mismatch=ignore_base_mismatch)
+            loaded.check_base_model(model, ignore_base_mismatch=chosen.ignore_base_mismatch)
         device = input_device(model)
         attachment = Attachment(
             base_class=model._tide.base_class if _is_attached(model) else type(model),
             structure=structure,
-            unembed=Unembed(model, structure, load_kernels(use_kernels=use_kernels, device=device, dtype=model.dtype)),
+            unembed=Unembed(
+                model, structure, load_kernels(use_kernels=chosen.use_kernels, device=device, dtype=model.dtype)
+            ),
             routers=loaded,
-            mode=mode,
-            exit_threshold=exit_threshold,
+            weights=WeightReading(structure, loaded, chosen.pack_weights, chosen.use_kernels),
+            mode=chosen.mode,
+            exit_threshold=chosen.exit_threshold,
             make_drafter=hybrid_drafter,
             engines=new_engines(),
-            engine=engine,
-            use_kernels=use_kernels,
-            copies_at_once=pack_weights is True,
-            strict=strict,
-            answers=AnswerMemory(remembered_tokens),
+            engine=chosen.engine,
+            strict=chosen.strict,
+            answers=AnswerMemory(chosen.remembered_tokens),
         )
         try:
-            attachment.check_mode(mode)
+            attachment.check_mode(chosen.mode)
         except UnsupportedModelError as error:
-            if mode != "self_speculative" or strict:
+            if chosen.mode != "self_speculative" or chosen.strict:
                 raise
             attachment.note_fallback(error)
-        attachment.stays_level = check_widths(model, structure, needs_logits=loaded is not None)
+        attachment.needs_same_length = check_widths(model, structure, needs_logits=loaded is not None)
         if loaded is not None:
             loaded.place(device, model.dtype)
-        linears, may_copy = linears_to_gate(structure, pack_weights)
         cls.detach(model)
-        open_linear_gates(linears, may_copy)
-        head = attachment.draft_head
-        if linears and head is not None:
-            open_linear_gates(linears_in(*head.modules()), may_copy, anywhere=True)
+        attachment.weights.open()
         open_gates(structure)
         model.__class__ = attached_class(attachment.base_class)
         model._tide = attachment
         model.last_exit_stats = None
-        build_while_attaching(attachment)
-        attachment.measure_layouts()
+        build_while_attaching(attachment.weights)
+        attachment.weights.measure()
         if device.type == "cpu":
             warn_if_busy(measure=True)
         return given
@@ -247,8 +223,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         if _is_attached(base):
             attachment = base._tide
             remove_gates(attachment.structure)
-            for gate in attachment.gates():
-                gate.remove()
+            attachment.weights.remove()
             base.__class__ = attachment.base_class
             del base._tide, base.last_exit_stats
         return model

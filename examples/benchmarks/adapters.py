@@ -23,7 +23,7 @@ from tide_hf.evaluation.benchmark import (
     weight_sharing_copy,
 )
 from tide_hf.routers.files import write_speculators
-from tide_hf.speculation.exits import NoDrafter
+from tide_hf.speculation.drafters import NoDrafter
 
 from .bench import Bench, CannotRunError
 from .peers import PEERS, PeerModel, interpreter
@@ -189,7 +189,7 @@ def compiled_heads(bench: Bench) -> DecodingMethod:
 def compiled_plain(bench: Bench) -> DecodingMethod:
     """Ours without drafts, compiled."""
     model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), engine="compiled")
-    model._tide.make_drafter = lambda *_: NoDrafter()
+    model._tide.make_drafter = NoDrafter
     return DecodingMethod("no drafts, compiled", model)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tide_hf.cli.demo_model import DEFAULT_MODEL
 from tide_hf.common.errors import MissingPackageError
 from tide_hf.hub.provenance import provenance
-from tide_hf.speculation.engine import Draft
+from tide_hf.speculation.drafts import Accepted, Draft
 
 from . import pypi_models
 
@@ -45,8 +45,6 @@ def int8_quantizer() -> Callable[[Any], None]:
 class ScriptedDrafts:
     """Drafts `length` tokens of a known answer, each of them right with a probability of `share`, for one row."""
 
-    rests = False
-
     def __init__(self, answer: list[int], share: float, length: int) -> None:
         self.answer, self.share, self.length = answer, share, length
         self.random, self.position = Random(0), 0
@@ -58,9 +56,9 @@ class ScriptedDrafts:
         drafted = [token if self.random.random() < self.share else int(token == 0) for token in tokens]
         return [Draft().add(drafted, "script")]
 
-    def observe(self, _row: int, _draft: Draft, new_tokens: list[int], _n_matches: int) -> None:
+    def observe(self, _row: int, _draft: Draft, accepted: Accepted) -> None:
         """Move on in the answer."""
-        self.position += len(new_tokens)
+        self.position += len(accepted.tokens)
 
 
 def study_parser(

@@ -5,10 +5,6 @@ answered in `early_exit` at that threshold. The full model then reads each answe
 full model would have chosen another one after the same tokens. Two sets of prompts: new draws of the kind that the
 calibration answered (prompts that the model writes among them), for which the promise is made, and the decode
 benchmark's own, which are of another kind. Writes JSON, prints a Markdown table.
-
-With a draft head, tokens exit with it, and "depth" is full-depth passes per token. `--certify 400` certifies thresholds
-for a head that has none, as heads in other formats, on that many new documents. `--timed 4` times that many prompts of
-the benchmark, one by one, in `early_exit` and in `self_speculative`.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 import torch
@@ -24,34 +19,18 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.base_model.structure import find_structure, input_device
-from tide_hf.base_model.unembed import Unembed
-from tide_hf.calibration.arguments import Settings
-from tide_hf.calibration.draft_head import DraftHeadStage, DraftHeadTrainer
-from tide_hf.calibration.record import tolerance_rows
-from tide_hf.calibration.states import StateReader, StateStore
-from tide_hf.calibration.text import (
-    OWN_SHARE,
-    draw_prompts,
-    find_user_turn,
-    load_documents,
-    plan_writing,
-    write_documents,
-)
+from tide_hf import TIDEModelForCausalLM
+from tide_hf.base_model.structure import input_device
+from tide_hf.calibration.text import OWN_SHARE, draw_prompts, find_user_turn, plan_writing, write_documents
 from tide_hf.calibration.threshold import clopper_pearson, mean_interval
-from tide_hf.calibration.work_folder import Processes, open_work_folder
 from tide_hf.common.token_ids import left_padded, prompt_tokens
-from tide_hf.evaluation.benchmark import Run, tide_method, timed_run, weight_sharing_copy
+from tide_hf.evaluation.benchmark import weight_sharing_copy
 from tide_hf.hub.load import DEFAULT_ROUTERS, find_routers
 from tide_hf.hub.provenance import provenance
 
 from .common import load_for, markdown, read_prompts, study_parser, write_record
 
 CONFIDENCE = 0.95
-MAX_LENGTH = 64  # of documents to certify on, without their prompts
-TUNE_SHARE = 0.15  # of these documents
-ROUNDS = 3
 
 
 def unseen_prompts(num_documents: int, seed: int, count: int) -> list[str]:
@@ -94,52 +73,6 @@ def disagreements(
     return counts, sum(map(sum, per_token))
 
 
-@torch.no_grad()
-def certified(model: Any, tokenizer: Any, routers: TIDERouters, samples: int) -> dict[str, Any]:
-    """Scale a draft head's confidence, in place, and certify its exits, on documents that the model writes."""
-    head: Any = routers.draft_head
-    settings = Settings(samples, MAX_LENGTH, 64, 0, "agreement", "eagle3", None, None, None)
-    unembed = Unembed(model, find_structure(model))
-    layers = [layer for layer in head.config.tap_layers if layer < unembed.structure.num_layers]
-    trainer = DraftHeadTrainer(model, unembed, head.float(), torch.arange(len(head.d2t)) + head.d2t)
-    with open_work_folder(None, Processes()) as work:
-        batches = load_documents(None, tokenizer, settings).prompts
-        shown = track(batches, description="Writing", console=Console(stderr=True))
-        documents = [one for batch in shown for one in write_documents(model, tokenizer, batch, MAX_LENGTH)]
-        tuned = max(1, round(TUNE_SHARE * len(documents)))
-        random.Random(0).shuffle(documents)
-        splits = {"tune": documents[:tuned], "certify": documents[tuned:]}
-        store = StateStore(work, splits, settings.batch_size, layers, model.dtype)
-        reader = StateReader(model, unembed.structure, unembed, layers)
-        for shard in store.shards():
-            store.write(shard, reader)
-        stage = DraftHeadStage(trainer, store, settings.seed)
-        stage.scale_confidence()
-        exits = stage.exits("certify")
-    figures = stage.figures(exits) | {"tolerances": tolerance_rows(exits, CONFIDENCE)}
-    return {"num_documents": len(documents), "seed": settings.seed, "draft_head": figures}
-
-
-def timed(attached: Any, prompts: list[list[int]], row: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
-    """Answer prompts one by one in `early_exit` and `self_speculative`; the median prompt of three rounds each."""
-    modes = {mode: tide_method(attached, mode, row["exit_threshold"]) for mode in ("early_exit", "self_speculative")}
-    runs: dict[str, list[list[Run]]] = {mode: [] for mode in modes}
-    for _ in range(ROUNDS):
-        for mode, method in modes.items():
-            inputs = [left_padded([prompt], device=input_device(attached)) for prompt in prompts]
-            runs[mode].append([timed_run(method, one, max_new_tokens) for one in inputs])
-    figures = {}
-    for mode, rounds in runs.items():
-        last = [run.stats for run in rounds[-1]]
-        passes = sum(stats.rounds for stats in last)
-        per_token = [sum(run.seconds for run in one) / sum(len(run.new_tokens) for run in one) for one in rounds]
-        figures[mode] = {
-            "ms_per_token": 1000 * median(per_token),
-            "tokens_per_pass": (passes + sum(stats.accepted for stats in last)) / max(1, passes),
-        }
-    return figures
-
-
 def study(plain: Any, attached: Any, prompts: list[list[int]], row: dict[str, Any], options: Any) -> dict[str, Any]:
     """One tolerance on one set of prompts."""
     counts: list[tuple[int, int]] = []
@@ -180,26 +113,11 @@ def table(record: dict[str, Any]) -> str:
     return markdown(heads, rows)
 
 
-def timing_table(record: dict[str, Any]) -> str:
-    """Render the timings of a record as Markdown."""
-    heads = ["tolerance", "threshold", "mode", "tokens per pass", "ms per token"]
-    rows = [
-        [f"{row['tolerance']:.1%}", f"{row['exit_threshold']:g}", mode]
-        + [f"{found['tokens_per_pass']:.2f}", f"{found['ms_per_token']:.1f}"]
-        for row in record["tolerances"]
-        for mode, found in row.get("timed", {}).items()
-    ]
-    return markdown(heads, rows)
-
-
 def run(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Measure every certified tolerance."""
     routers: Any = find_routers(options.routers or DEFAULT_ROUTERS, model)
-    calibration = (
-        certified(model, tokenizer, routers, options.certify) if options.certify else routers.config.calibration
-    )
-    # Without a memory of answers, which would draft the prompts that are timed several times.
-    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, remembered_tokens=0)
+    calibration = routers.config.calibration
+    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers)
     seed = calibration["seed"]
     new = own_prompts(model, tokenizer, seed, round(OWN_SHARE * options.prompts))
     others = unseen_prompts(calibration["num_documents"], seed, options.prompts - len(new))
@@ -209,19 +127,11 @@ def run(model: Any, tokenizer: Any, options: argparse.Namespace) -> dict[str, An
         "decode benchmark": [prompt_tokens(tokenizer, text) for text in benchmark],
     }
     record = provenance(model) | {"max_new_tokens": options.max_new_tokens, "confidence": CONFIDENCE}
-    if options.certify:
-        record |= calibration
-    figures = calibration["draft_head"] if routers.config.exits_with_head else calibration
-    rows = [row for row in figures.get("tolerances", []) if row["exit_threshold"] is not None]
+    rows = [row for row in calibration.get("tolerances", []) if row["exit_threshold"] is not None]
     record["tolerances"] = []
     for row in track(rows, description="Measuring", console=Console(stderr=True)):
         measured = {name: study(model, attached, prompts, row, options) for name, prompts in sets.items()}
-        times = (
-            timed(attached, sets["decode benchmark"][: options.timed], row, options.max_new_tokens)
-            if options.timed
-            else {}
-        )
-        record["tolerances"].append({**row, "measured": measured, "timed": times})
+        record["tolerances"].append({**row, "measured": measured})
     return record
 
 
@@ -230,14 +140,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = study_parser(__doc__, "disagreement.json", routers=True)
     parser.add_argument("--prompts", type=int, default=128, help="of each set, at most")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--certify", type=int, default=0, help="documents to certify a draft head's exits on")
-    parser.add_argument("--timed", type=int, default=0, help="prompts to time, one by one")
     options = parser.parse_args(argv)
     record = run(*load_for(options), options)
     write_record(record, options.output)
     print(table(record))
-    if options.timed:
-        print("\n" + timing_table(record))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import Tensor
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.evaluation.benchmark import same_start, synchronize
 from tide_hf.routers.config import NEVER_EXIT
-from tide_hf.speculation.exits import NoDrafter
+from tide_hf.speculation.drafters import NoDrafter
 from tide_hf.speculation.prefill import num_shared
 
 from .common import ScriptedDrafts
@@ -160,7 +160,7 @@ def static(bench: Bench, rows: int = 1) -> dict[str, Any]:
 
 def plain(bench: Bench, rows: int = 1) -> dict[str, Any]:
     attachment = bench.attach(engine=bench.engine)
-    attachment.make_drafter = lambda *_: NoDrafter()
+    attachment.make_drafter = NoDrafter
     return bench.per_token(rows) | _steps(bench)
 
 

@@ -25,7 +25,7 @@ from tide_hf.common.choices import ENGINES
 from tide_hf.common.token_ids import encode_prompt
 from tide_hf.evaluation.benchmark import weight_sharing_copy
 from tide_hf.hub.provenance import provenance
-from tide_hf.speculation.engine import Draft
+from tide_hf.speculation.drafts import Accepted, Draft
 from tide_hf.speculation.prefill import num_shared
 
 from .common import load_for, markdown, read_prompts, study_parser, write_record
@@ -55,15 +55,13 @@ class KnownAnswer:
     def __init__(self, answer: list[int], width: int) -> None:
         self.answer, self.width, self.done = answer, width, 0
 
-    rests = False
-
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Draft the next `width` tokens of the answer."""
         return [Draft().add(self.answer[self.done : self.done + min(self.width, limits[0])], "known")]
 
-    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
+    def observe(self, row: int, draft: Draft, accepted: Accepted) -> None:
         """Move on."""
-        self.done += len(new_tokens)
+        self.done += len(accepted.tokens)
 
 
 def gaps(logits: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def ours(model_name: str, routers: str, work: Path, num_prompts: int, new_tokens
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     from tide_hf import TIDEModelForCausalLM  # noqa: PLC0415
-    from tide_hf.speculation.engine import Draft  # noqa: PLC0415
+    from tide_hf.speculation.drafts import Draft  # noqa: PLC0415
 
     class Fixed:
         """Drafts a fixed number of tokens with the draft head, and counts how many are accepted."""
@@ -57,24 +57,21 @@ def ours(model_name: str, routers: str, work: Path, num_prompts: int, new_tokens
         def __init__(self, engine: Any) -> None:
             self.engine = engine
 
-        rests = False
-
         def draft(self, _rows: list[int], limits: list[int]) -> list[Draft]:
             drafted: list[list[int]] = [[]]
             for _ in range(min(NUM_DRAFT_TOKENS, limits[0])):
-                drafted = [[*drafted[0], *self.engine.draft(0, drafted)[0]]]
-            self.engine.rollback()
+                drafted = [drafted[0] + self.engine.draft(0, drafted)[0][0]]
             return [Draft().add(drafted[0], "draft head")]
 
-        def observe(self, _row: int, draft: Draft, _new: list[int], n_matches: int) -> None:
+        def observe(self, _row: int, draft: Draft, accepted: Any) -> None:
             if len(draft.tokens) == NUM_DRAFT_TOKENS:
                 counts[0] += 1
-                for position in range(n_matches):
+                for position in range(len(accepted.path)):
                     counts[1 + position] += 1
 
     counts = [0] * (1 + NUM_DRAFT_TOKENS)
     model = TIDEModelForCausalLM.from_pretrained(model_name, routers=routers, dtype=torch.float32)
-    model._tide.make_drafter = lambda _attachment, _prompts, engine: Fixed(engine)
+    model._tide.make_drafter = lambda _attachment, _call, engine: Fixed(engine)
     model._tide.routers.save_pretrained(work / "routers")
     tokenizer, prompts, answers = AutoTokenizer.from_pretrained(model_name), [], []
     for prompt in PROMPTS[:num_prompts]:

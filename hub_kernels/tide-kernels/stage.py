@@ -185,7 +185,10 @@ def stage_cpu(folder: Path, levels: Sequence[str] = (), values: Sequence[str] = 
             commands = _cpu_commands(library, known[level], values, Path(objects) / level)
             list(pool.map(run, commands))
             link = [*compiler(), "-shared", *(command[-1] for command in commands), *_torch_libraries()]
-            run([*link, "-o", str(variant / f"{library}.abi3.so")])
+            target = variant / f"{library}.abi3.so"
+            run([*link, "-o", str(target)])
+            if not target.is_file():
+                raise BuildError(f"{compiler()[0]} ended without an error, and without the library")
     _write(variant, unique_name, CPU_OPS_FILE.format(unique_name=unique_name), "cpu", None)
     return variant
 

@@ -16,6 +16,8 @@ from tide_hf.base_model.parity import check_parity
 from tide_hf.base_model.structure import CACHE, find_structure
 from tide_hf.base_model.unembed import DraftUnembed, Unembed, greedy_tokens
 
+FEW = torch.tensor([11, 3, 29, 7])  # tokens to draft
+
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_structure_and_unembedding(family):
@@ -40,35 +42,33 @@ def test_structure_and_unembedding(family):
         unembed = Unembed(model, structure)
         torch.testing.assert_close(unembed(state), logits)
         assert torch.equal(DraftUnembed(unembed)(state), logits.argmax(dim=-1))
-        few = torch.tensor([11, 3, 29, 7])
-        assert torch.equal(DraftUnembed(unembed, few)(state), few[logits[..., few].argmax(dim=-1)])
+        assert torch.equal(DraftUnembed(unembed, FEW)(state), FEW[logits[..., FEW].argmax(dim=-1)])
+
+
+def with_quantised_head(**options):
+    """An attached model that drafts few tokens with a quantised head, and states to draft from."""
+    model = tiny_model("llama", vocab_size=64)
+    model.lm_head.weight = quantized(model.lm_head.weight, **options)
+    routers = TIDERouters.for_model(model, exit_layers=[1])
+    routers.draft_vocab = FEW
+    return TIDEModelForCausalLM.attach(model, routers), torch.randn(2, 3, 32)
 
 
 def test_drafts_copy_the_rows_of_a_quantised_head():
-    model, few = tiny_model("llama"), torch.tensor([11, 3, 29, 7])
-    model.lm_head.weight = quantized(model.lm_head.weight)
-    routers = TIDERouters.for_model(model, exit_layers=[1])
-    routers.draft_vocab = few
-    TIDEModelForCausalLM.attach(model, routers)
-    drafts, state = model._tide.draft_unembed(), torch.randn(2, 3, 32)
-    expected = model.lm_head(model.model.norm(state))[..., few].argmax(dim=-1)
-    assert torch.equal(drafts(state), few[expected])
+    model, state = with_quantised_head()
+    drafts, expected = model._tide.draft_unembed(), model.lm_head(model.model.norm(state))[..., FEW].argmax(dim=-1)
+    assert torch.equal(drafts(state), FEW[expected])
     assert model._tide.draft_unembed() is drafts
     model.lm_head.weight = quantized(-model.lm_head.weight.dequantize())
     assert model._tide.draft_unembed() is not drafts
-    assert not torch.equal(model._tide.draft_unembed()(state), few[expected])
+    assert not torch.equal(model._tide.draft_unembed()(state), FEW[expected])
 
 
 def test_a_head_that_cannot_dequantise_itself_drafts_as_a_whole():
-    model = tiny_model("llama", vocab_size=64)
-    model.lm_head.weight = quantized(model.lm_head.weight, kind="int4")
-    routers = TIDERouters.for_model(model, exit_layers=[1])
-    routers.draft_vocab = torch.tensor([11, 3, 29, 7])
-    TIDEModelForCausalLM.attach(model, routers)
-    state = torch.randn(2, 3, 32)
+    model, state = with_quantised_head(kind="int4")
     expected = model.lm_head(model.model.norm(state)).argmax(dim=-1)
     assert torch.equal(model._tide.draft_unembed()(state), expected)
-    assert routers.config.unembed_hash is None
+    assert model._tide.routers.config.unembed_hash is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from calibrations import small, texts
+from drafters import drafting_routers
 from families import repeating_prompt as prompt
 from families import tiny_model
 from packed_weights import set_fastest_layouts
@@ -12,8 +14,7 @@ from transformers import AutoModelForCausalLM, CompileConfig
 from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters, calibrate
 from tide_hf.base_model.wrappers import _warn_unused_compile_config
 from tide_hf.common.errors import UnsupportedModelError, UnsupportedOptionError
-from tide_hf.depth.linear_gate import linear_gates
-from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight, can_pack
+from tide_hf.weights.layouts import PrepackedWeight, can_pack
 
 OPTIONS = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LORA = {"task_type": "CAUSAL_LM", "r": 4, "target_modules": "all-linear"}
@@ -42,9 +43,7 @@ def add_second(model):
 
 
 def attached(peft_model, **options):
-    routers = TIDERouters.for_model(peft_model, exit_layers=[1, 3])
-    routers.config.calibration = {"exit_layers": {"1": {"agreement": 0.9}, "3": {"agreement": 0.9}}}  # heads draft
-    return TIDEModelForCausalLM.attach(peft_model, routers, **options)
+    return TIDEModelForCausalLM.attach(peft_model, drafting_routers(peft_model), **options)
 
 
 def generated(model, ids=None, **options):
@@ -75,7 +74,7 @@ def test_a_merged_model_stays_attached(monkeypatch):
     model, short = adapted(), prompt(repeats=1)
     expected = generated(model, short)
     generated(attached(model, pack_weights=True, use_kernels=False), short)
-    assert any(PrepackedWeight in gate.converted for gate in linear_gates(model._tide.structure))
+    assert any(PrepackedWeight in gate.converted for gate in model._tide.weights.gates())
     merged = model.merge_and_unload()
     assert isinstance(merged, TIDEModelForCausalLM)
     assert not isinstance(merged, PeftModel)
@@ -134,12 +133,8 @@ def test_the_logits_processor_reads_the_base_model_inside():
 
 
 def test_calibration_sees_the_adapter(tiny_llama, tiny_tokenizer):
-    dataset = [f"{word} {count} {word}" for word in ("tide", "depth", "layer", "token") for count in range(5)]
     model = disturb(get_peft_model(tiny_llama(), LoraConfig(**LORA)))
-    plain, routers = (
-        calibrate(one, tiny_tokenizer, dataset=dataset, max_length=8, exit_layers=[1], progress=False)
-        for one in (tiny_llama(), model)
-    )
+    plain, routers = (small(one, tiny_tokenizer, texts(20), exit_layers=[1]) for one in (tiny_llama(), model))
     assert not torch.equal(routers[1].head.translator.weight, plain[1].head.translator.weight)
     TIDEModelForCausalLM.attach(model, routers)
 

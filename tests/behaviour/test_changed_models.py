@@ -11,10 +11,10 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.common.errors import UnsupportedModelError
-from tide_hf.depth import linear_gate
-from tide_hf.kernels.cpu import weight_layouts
-from tide_hf.kernels.cpu.lossless_weights import HalfWeight
-from tide_hf.kernels.cpu.weight_layouts import PlainWeight, PrepackedWeight
+from tide_hf.weights import layouts as weight_layouts
+from tide_hf.weights import linear_gate
+from tide_hf.weights.layouts import PlainWeight, PrepackedWeight
+from tide_hf.weights.lossless import HalfWeight
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SHIFT = 3 * torch.randn(32, generator=torch.Generator().manual_seed(0))

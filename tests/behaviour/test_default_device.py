@@ -7,7 +7,7 @@ from torch import nn
 from tide_hf.base_model.unembed import unembed_hash
 from tide_hf.kernels.cpu import attention
 from tide_hf.kernels.cpu.cpp_kernels import load_op
-from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight, _measure
+from tide_hf.weights.layouts import PrepackedWeight, _measure
 
 ELSEWHERE = torch.device("meta")  # stands in for a GPU: nothing can be read from it
 

@@ -5,29 +5,27 @@ import copy
 import pytest
 import torch
 from families import prompt, tiny_model
-from modes import MODES, OPTIONS, attached
-from transformers import LogitsProcessor, pipeline
+from interruptions import Stops
+from skipping_calls import OPTIONS, attached
+from transformers import pipeline
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf.common.choices import MODES
 from tide_hf.common.errors import ConfigurationError, UnsupportedOptionError
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_exception_inside_generate_leaves_the_model_at_full_depth(mode):
-    class Bomb(LogitsProcessor):
-        calls = 0
-
-        def __call__(self, input_ids, scores):
-            Bomb.calls += 1
-            if Bomb.calls == 3:
-                raise KeyError("boom")
-            return scores
+    def bomb(ids):
+        if ids.shape[1] == 12:
+            raise KeyError("boom")
+        return False
 
     model = attached(exit_threshold=0.0)
     tokens = prompt()
     expected = model(input_ids=tokens).logits
     with pytest.raises(KeyError, match="boom"):
-        model.generate(tokens, tide_mode=mode, logits_processor=[Bomb()], **OPTIONS)
+        model.generate(tokens, tide_mode=mode, stopping_criteria=[Stops(bomb)], **OPTIONS)
     torch.testing.assert_close(model(input_ids=tokens).logits, expected)
     plain = tiny_model("llama").generate(tokens, **OPTIONS)
     assert torch.equal(model.generate(tokens, tide_mode="self_speculative", **OPTIONS), plain)
@@ -86,8 +84,7 @@ def test_a_threshold_has_to_be_a_number(threshold):
 
 
 @pytest.mark.parametrize(
-    ("name", "choices"),
-    [("mode", "'self_speculative', 'early_exit', 'post_hoc'"), ("engine", "'eager', 'compiled'")],
+    ("name", "choices"), [("mode", "'self_speculative', 'early_exit', 'post_hoc'"), ("engine", "'eager', 'compiled'")]
 )
 def test_an_unknown_mode_or_engine_is_refused_by_the_name_that_the_user_wrote(name, choices):
     model = tiny_model("llama")

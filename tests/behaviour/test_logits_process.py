@@ -4,8 +4,9 @@ import pytest
 import torch
 from draft_heads import REFERENCE, base_model
 from families import FAMILIES, VOCAB, prompt, tiny_model
+from skipping_calls import random_routers
 
-from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters
+from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
 from tide_hf.common.errors import (
     BaseModelMismatchError,
@@ -18,19 +19,10 @@ from tide_hf.common.errors import (
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
 
-def random_routers(model):
-    torch.manual_seed(1)
-    routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear", exit_threshold=0.5)
-    for exit_layer in routers.exit_layers:
-        torch.nn.init.normal_(routers[exit_layer].router.up.weight)
-        torch.nn.init.normal_(routers[exit_layer].head.translator.weight, std=0.1)
-    return routers
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_post_hoc(family):
     model = tiny_model(family)
-    routers = random_routers(model)
+    routers = random_routers(model, exit_threshold=0.5)
     plain = model.generate(prompt(2), **OPTIONS)
     with TIDELogitsProcessor(model, routers) as processor:
         result = model.generate(prompt(2), logits_processor=[processor], **OPTIONS)

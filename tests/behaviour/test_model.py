@@ -7,11 +7,12 @@ import pickle
 import pytest
 import torch
 from families import FAMILIES, RECURRENT, prompt, tiny_model
-from modes import MODES, OPTIONS, attached
+from skipping_calls import OPTIONS, attached
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
+from tide_hf.common.choices import MODES
 from tide_hf.common.errors import BaseModelMismatchError, ConfigurationError
 
 

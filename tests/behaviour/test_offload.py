@@ -6,12 +6,13 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook
-from drafters import use_heads
+from calibrations import small, texts
+from drafters import drafting_routers, use_heads
 from families import LAYERS, tiny_model
 from families import repeating_prompt as prompt
 from transformers import AutoModelForCausalLM
 
-from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM, TIDERouters, calibrate
+from tide_hf import TIDELogitsProcessor, TIDEModelForCausalLM
 from tide_hf.base_model.structure import find_structure
 from tide_hf.evaluation.inspection import structure_facts
 
@@ -42,12 +43,6 @@ def loaded_to_disk(model, folder):
 OFFLOADS = (to_cpu, to_disk, dispatched, loaded_to_disk)
 
 
-def routers_for(model, **config):
-    routers = TIDERouters.for_model(model, exit_layers=[1, 3], **config)
-    routers.config.calibration = {"exit_layers": {"1": {"agreement": 0.9}, "3": {"agreement": 0.9}}}  # heads draft
-    return routers
-
-
 @pytest.fixture
 def loads(monkeypatch):
     """How often accelerate brings each module's weights."""
@@ -73,7 +68,7 @@ def named(model):
 def test_drafts_load_only_shallow_layers(family, offload, tmp_path, loads):
     expected = tiny_model(family).generate(prompt(), **OPTIONS)
     model = named(offload(tiny_model(family), tmp_path))
-    TIDEModelForCausalLM.attach(model, routers_for(model))
+    TIDEModelForCausalLM.attach(model, drafting_routers(model))
     use_heads(model, 1)
     loads.clear()
     assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
@@ -91,10 +86,10 @@ def test_drafts_load_only_shallow_layers(family, offload, tmp_path, loads):
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_early_exit_does_not_load_skipped_layers(offload, tmp_path, loads):
     plain = tiny_model("llama")
-    TIDEModelForCausalLM.attach(plain, routers_for(plain), mode="early_exit", exit_threshold=0.0)
+    TIDEModelForCausalLM.attach(plain, drafting_routers(plain), mode="early_exit", exit_threshold=0.0)
     expected = plain.generate(prompt(), **OPTIONS)
     model = named(offload(tiny_model("llama"), tmp_path))
-    TIDEModelForCausalLM.attach(model, routers_for(model), mode="early_exit", exit_threshold=0.0)
+    TIDEModelForCausalLM.attach(model, drafting_routers(model), mode="early_exit", exit_threshold=0.0)
     loads.clear()
     assert torch.equal(model.generate(prompt(), **OPTIONS), expected)
     shallow = 0 if offload is dispatched else OPTIONS["max_new_tokens"]  # which stays where it is
@@ -110,7 +105,7 @@ def test_tokens_are_the_base_models(offload, rows, tmp_path):
     expected = tiny_model("llama").generate(prompt(rows), **OPTIONS)
     model = offload(tiny_model("llama"), tmp_path)
     hooked = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
-    TIDEModelForCausalLM.attach(model, routers_for(model))
+    TIDEModelForCausalLM.attach(model, drafting_routers(model))
     assert torch.equal(model.generate(prompt(rows), **OPTIONS), expected)
     assert model.last_exit_stats.drafted > 0
     TIDEModelForCausalLM.detach(model)
@@ -128,7 +123,7 @@ def test_a_head_that_is_tied_to_offloaded_embeddings(tiny_llama, tmp_path):
 def test_device_map_auto_without_a_gpu(max_memory, tmp_path):
     base = tiny_model("llama")
     base.save_pretrained(tmp_path / "base")
-    routers_for(base).save_pretrained(tmp_path / "routers")
+    drafting_routers(base).save_pretrained(tmp_path / "routers")
     options = {"device_map": "auto", "max_memory": max_memory, "offload_folder": tmp_path / "off"}
     model = TIDEModelForCausalLM.from_pretrained(tmp_path / "base", routers=tmp_path / "routers", **options)
     on_disk = "disk" in getattr(model, "hf_device_map", {}).values()
@@ -143,7 +138,7 @@ def test_device_map_auto_without_a_gpu(max_memory, tmp_path):
 def test_saving_an_attached_model_writes_its_weights(offload, tmp_path):
     expected = tiny_model("llama").generate(prompt(), **OPTIONS)
     model = offload(tiny_model("llama"), tmp_path)
-    TIDEModelForCausalLM.attach(model, routers_for(model))
+    TIDEModelForCausalLM.attach(model, drafting_routers(model))
     model.save_pretrained(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert sorted(loaded.state_dict()) == sorted(tiny_model("llama").state_dict())
@@ -152,12 +147,8 @@ def test_saving_an_attached_model_writes_its_weights(offload, tmp_path):
 
 
 def test_an_offloaded_model_can_be_calibrated_and_inspected(tiny_llama, tiny_tokenizer, tmp_path):
-    dataset = [f"{word} {count} {word}" for word in ("tide", "depth", "layer", "token") for count in range(5)]
-    options = {"dataset": dataset, "max_length": 8, "exit_layers": [1], "progress": False}
-    options["exit_strategy"] = "linear"
-    expected = calibrate(tiny_llama(), tiny_tokenizer, **options)
     model = to_disk(tiny_llama(), tmp_path)
-    routers = calibrate(model, tiny_tokenizer, **options)
+    expected, routers = (small(one, tiny_tokenizer, texts(20), exit_layers=[1]) for one in (tiny_llama(), model))
     assert routers.device == CPU
     torch.testing.assert_close(routers[1].router.down.weight, expected[1].router.down.weight)
     assert structure_facts(model, find_structure(model))["device"] == "cpu"

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from drafters import use_drafter
+from calibrations import small, texts
+from drafters import drafting_routers, use_drafter
 from families import VOCAB, tiny_model
 from families import repeating_prompt as prompt
 from on_steps import as_traced, attach_captured
@@ -10,11 +11,11 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
+from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import hash_distance, unembed_hash, weights_hash
-from tide_hf.depth.linear_gate import IntegerGate, linear_gates
 from tide_hf.kernels.cpu.cpp_kernels import build_kernels
+from tide_hf.weights.linear_gate import IntegerGate
 
 OPTIONS = {"max_new_tokens": 32, "do_sample": False, "eos_token_id": None}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # some kinds want multiples of 32 or 64
@@ -80,9 +81,7 @@ def load(folder, config):
 
 
 def attach(model, **config):
-    routers = TIDERouters.for_model(model, exit_layers=[1, 3], **config)
-    routers.config.calibration = {"exit_layers": {"1": {"agreement": 0.9}, "3": {"agreement": 0.9}}}  # heads draft
-    return TIDEModelForCausalLM.attach(model, routers, exit_threshold=0.0)
+    return TIDEModelForCausalLM.attach(model, drafting_routers(model, **config), exit_threshold=0.0)
 
 
 @pytest.mark.parametrize("with_head", [False, True])
@@ -121,7 +120,7 @@ def test_on_steps_as_on_a_gpu_the_tokens_are_the_quantised_models(kind, base_fol
 def check_gates(model, with_head, multiple):
     structure = find_structure(model)
     assert structure.vocab_size == VOCAB
-    gates = list(linear_gates(structure))
+    gates = model._tide.weights.gates()
     packed = [gate.module for gate in gates if not isinstance(gate, IntegerGate)]
     assert packed == ([] if with_head or not torch.backends.mkldnn.is_available() else [structure.head])
     read = [gate for gate in gates if isinstance(gate, IntegerGate)]
@@ -188,8 +187,6 @@ def test_a_quantised_model_can_be_calibrated(kind, tiny_llama, tiny_tokenizer, t
     # 9 times 32 tokens, a kind's block on CPUs that multiply in bfloat16.
     tiny_llama(hidden_size=64, intermediate_size=128, vocab_size=288).save_pretrained(tmp_path)
     model = load(tmp_path, WEIGHT_ONLY[kind](with_head=True))
-    dataset = [f"{word} {count} {word}" for word in ("tide", "depth", "layer", "token") for count in range(5)]
-    options = {"exit_layers": [1, 2], "exit_strategy": "linear", "max_length": 8, "progress": False}
-    routers = calibrate(model, tiny_tokenizer, dataset, **options)
+    routers = small(model, tiny_tokenizer, texts(20))
     assert set(routers.config.calibration["heads"]) == {"1", "2"}
     TIDEModelForCausalLM.attach(model, routers)

@@ -10,11 +10,10 @@ from packed_weights import attach_packed, set_fastest_layouts
 from torch import nn
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.depth.linear_gate import linear_gates
 from tide_hf.engines.steps import step_compiler
-from tide_hf.kernels.cpu import weight_layouts
-from tide_hf.kernels.cpu.cpp_kernels import DTYPES, load_op
-from tide_hf.kernels.cpu.weight_layouts import MAX_QUANTIZED_ROWS, QuantizedWeight
+from tide_hf.kernels.cpu.cpp_kernels import CPU_DTYPES, load_op
+from tide_hf.weights import layouts as weight_layouts
+from tide_hf.weights.layouts import MAX_QUANTIZED_ROWS, QuantizedWeight
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -74,7 +73,7 @@ def test_tokens_are_the_base_models_whatever_drafts_read(family, kind, applied):
     assert {shape[-2] if len(shape) > 2 else shape[0] for shape in applied} == {1}  # a draft's width
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_the_gemm_multiplies_by_the_dequantised_weights(on_some_cpu, dtype):
     torch.manual_seed(0)
     for size, sizes in [(576, (576, 190)), (64, (3,)), (100, (37, 1)), (5, (2,)), (1152, (9,))]:
@@ -105,7 +104,7 @@ def test_steps_survive_eager_calls_and_are_released(tiny_llama):
     model.generate(**prompts(), **OPTIONS)
     assert steps.warm_up.num_prepared == made
     model.tide_release()
-    assert not any(gate.converted for gate in linear_gates(model._tide.structure))
+    assert not any(gate.converted for gate in model._tide.weights.gates())
     assert not any(set(key) <= set(known) for known in weight_layouts._known)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from drafters import KINDS, HeadDrafter, ScriptedDrafter
 from families import VOCAB, tiny_model
+from interruptions import Stops
 from on_steps import attach_captured, attach_without_compiler, linear_heads, steps_of
-from transformers import StoppingCriteria
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.structure import CACHE
@@ -20,20 +20,6 @@ FAMILIES = ("llama", "gpt2", "falcon", "opt", "phi3", *BY_SLOTS)
 FEWEST, MOST = 3, 20  # tokens of an answer
 
 tiny = cache(tiny_model)
-
-
-class EachRow(StoppingCriteria):
-    """Decides for each row."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return input_ids[:, -1] % 13 == 0
-
-
-class AnyRow(StoppingCriteria):
-    """Decides for all rows at once."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return bool((input_ids[:, -1] % 13 == 0).any())
 
 
 OPTIONAL = {
@@ -49,7 +35,10 @@ OPTIONAL = {
     "renormalize_logits": [True],
     "prefix_allowed_tokens_fn": [lambda row, ids: list(range(3 + row, VOCAB, 1 + ids.shape[0] % 3))],
     "prefill_chunk_size": [4],
-    "stopping_criteria": [[EachRow()], [AnyRow()]],
+    "stopping_criteria": [
+        [Stops(lambda ids: ids[:, -1] % 13 == 0)],
+        [Stops(lambda ids: bool((ids[:, -1] % 13 == 0).any()))],
+    ],
     "output_scores": [True],
     "return_dict_in_generate": [True] * 4,
 }
@@ -93,7 +82,7 @@ def drafter_maker(continuations, chance):
     kind, width = chance.choice([*KINDS, "mixed", "heads", "heads"]), chance.randint(0, 9)
     if kind == "heads":
         exit_layer = chance.choice([1, 3])
-        return lambda _, texts, engine: HeadDrafter(texts, engine, exit_layer, max(1, width))
+        return lambda _, call, engine: HeadDrafter(call.prompts, engine, exit_layer, max(1, width))
     return lambda *_: ScriptedDrafter(kind, continuations, VOCAB, width)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from repository import SHIPPED
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.token_ids import encode_prompt
 
 pytestmark = [pytest.mark.real_model, pytest.mark.xdist_group("real_model")]
@@ -65,7 +65,3 @@ def test_a_batch_equals_generate_token_for_token(pair, smollm2):
     batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
     options = {"max_new_tokens": 32, "do_sample": False}
     assert torch.equal(model.generate(**batch, **options), plain.generate(**batch, **options))
-
-
-def test_the_shipped_routers_fit_the_model(pair):
-    TIDERouters.from_pretrained(SHIPPED).check_base_model(pair[0])

@@ -17,10 +17,7 @@ from tide_hf.common.errors import UnsupportedOptionError
 LIMIT, PROMPT = 20, 12
 OPTIONS = {"max_new_tokens": 28, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SHORT = {**OPTIONS, "max_new_tokens": 8}
-ROPES = {
-    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-    "longrope": longrope(LIMIT),
-}
+ROPES = {"dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, "longrope": longrope(LIMIT)}
 
 
 def model_and_ids(kind="longrope", rows=1, length=PROMPT):

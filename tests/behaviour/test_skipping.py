@@ -5,14 +5,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from draft_heads import draft_head_for
 from families import ATTENTION, LAYERS, RECURRENT, prompt, tiny_model
-from on_steps import FEW
-from skipping_calls import OPTIONS, attached, frozen_after_exits
+from on_steps import FEW, attach_captured
+from skipping_calls import OPTIONS, attached_early, frozen_after_exits
 from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
 from tide_hf.base_model.structure import CACHE, find_structure
-from tide_hf.common.errors import ConfigurationError
+from tide_hf.cli.model_arguments import ALL, modes_to_run
+from tide_hf.common.errors import ConfigurationError, UnsupportedOptionError
 
 
 @contextmanager
@@ -39,7 +41,7 @@ def layer_calls(model):
 
 @pytest.mark.parametrize(("exit_layer", "family"), [(3, "llama"), *((1, family) for family in ATTENTION)])
 def test_a_decode_step_executes_exactly_the_exit_layers(family, exit_layer):
-    model = attached(family, [exit_layer], exit_threshold=0.0)
+    model = attached_early(family, [exit_layer], exit_threshold=0.0)
     with layer_calls(model) as counts:
         model.generate(prompt(), **OPTIONS)
     steps = OPTIONS["max_new_tokens"] - 1
@@ -53,7 +55,7 @@ def test_a_decode_step_executes_exactly_the_exit_layers(family, exit_layer):
 @pytest.mark.parametrize(("rows", "family"), [(1, "llama"), *((3, family) for family in ATTENTION)])
 def test_logits_equal_those_of_one_pass_with_frozen_states(family, rows):
     """Rows of a batch leave at layers of their own, as the routers say."""
-    model = attached(family, [1, 2, 3])
+    model = attached_early(family, [1, 2, 3])
     result = model.generate(
         prompt(rows), exit_threshold=0.5, return_dict_in_generate=True, output_logits=True, **OPTIONS
     )
@@ -73,7 +75,7 @@ def test_logits_equal_those_of_one_pass_with_frozen_states(family, rows):
 @pytest.mark.parametrize(("rows", "family"), [*((1, family) for family in ATTENTION), *((3, family) for family in FEW)])
 def test_recompute_gives_what_post_hoc_gives_and_skips(family, rows):
     """Both read exits from the same states and keep exact K/V; one leaves out what it does not need."""
-    model = attached(family, [1, 2, 3], "recompute", exit_threshold=0.5)
+    model = attached_early(family, [1, 2, 3], "recompute", exit_threshold=0.5)
     options = {**OPTIONS, "return_dict_in_generate": True, "output_logits": True}
     expected = model.generate(prompt(rows), tide_mode="post_hoc", **options)
     post_hoc = model.last_exit_stats
@@ -93,7 +95,7 @@ def test_recompute_gives_what_post_hoc_gives_and_skips(family, rows):
 
 
 def test_zero_pad_leaves_zeros_for_skipped_layers():
-    model = attached("llama", [2], "zero_pad", exit_threshold=0.0)
+    model = attached_early("llama", [2], "zero_pad", exit_threshold=0.0)
     cache = DynamicCache(config=model.config)
     with layer_calls(model) as counts:
         model.generate(prompt(), **{CACHE: cache}, **OPTIONS)
@@ -106,7 +108,7 @@ def test_zero_pad_leaves_zeros_for_skipped_layers():
 
 
 def test_min_layers_and_the_fixed_criterion_choose_the_exit_layer_at_run_time():
-    model = attached("llama", [1, 3], exit_threshold=0.0)
+    model = attached_early("llama", [1, 3], exit_threshold=0.0)
     model.generate(prompt(), min_layers=2, **OPTIONS)
     assert model.last_exit_stats.exits_per_layer == {3: 9}
     model.generate(prompt(), min_layers=4, **OPTIONS)
@@ -124,11 +126,11 @@ def test_min_layers_and_the_fixed_criterion_choose_the_exit_layer_at_run_time():
 )
 def test_invalid_options_are_refused(option, message):
     with pytest.raises(ConfigurationError, match=message):
-        attached("llama", [2]).generate(prompt(), **option, **OPTIONS)
+        attached_early("llama", [2]).generate(prompt(), **option, **OPTIONS)
 
 
 def test_the_confidence_criterion_is_the_heads_largest_probability():
-    model = attached("llama", [2], "recompute")
+    model = attached_early("llama", [2], "recompute")
     result = model.generate(prompt(), exit_criterion="confidence", exit_threshold=0.0,
         return_dict_in_generate=True, output_logits=True, **OPTIONS)  # fmt: skip
     largest = [float(logits.softmax(-1).max()) for logits in result.logits[1:]]
@@ -137,6 +139,34 @@ def test_the_confidence_criterion_is_the_heads_largest_probability():
     model.generate(prompt(), exit_criterion="confidence", exit_threshold=threshold, **OPTIONS)
     per_token = model.last_exit_stats.per_token[0]
     assert per_token[1 : first + 2] == [2] * first + [LAYERS]
+
+
+@pytest.mark.parametrize("attach", [TIDEModelForCausalLM.attach, attach_captured])
+@pytest.mark.parametrize("strategy", ["recompute", "propagate", "zero_pad"])
+def test_tokens_exit_as_without_a_draft_head(attach, strategy):
+    found = []
+    for has_head in (True, False):
+        model = tiny_model("llama")
+        routers = draft_head_for(model)
+        routers.config.kv_cache_strategy = strategy
+        if not has_head:
+            routers.draft_head = routers.config.draft_head = None
+        attach(model, routers, mode="early_exit", exit_threshold=0.5)
+        answer = model.generate(prompt(), **OPTIONS).tolist()
+        found.append((answer, model.last_exit_stats.per_token))
+    assert found[0] == found[1]
+    assert found[0][1] == [[LAYERS, *[2] * 9]]
+
+
+@pytest.mark.parametrize("mode", ["early_exit", "post_hoc"])
+def test_a_draft_head_alone_has_no_layer_to_exit_at(mode):
+    model = tiny_model("llama")
+    TIDEModelForCausalLM.attach(model, draft_head_for(model))
+    model._tide.config.exit_layers = []
+    message = "has no layer at which tokens could exit: got routers without exit layers.*a draft head alone only drafts"
+    with pytest.raises(UnsupportedOptionError, match=message):
+        model.generate(prompt(), **OPTIONS, tide_mode=mode)
+    assert modes_to_run(ALL, model._tide.routers) == ["self_speculative"]
 
 
 @pytest.mark.parametrize("family", RECURRENT)
@@ -168,7 +198,7 @@ def test_post_hoc_runs_all_layers_and_selects_early_states(family):
 @pytest.mark.parametrize("strategy", ["propagate", "recompute"])
 def test_passes_with_another_cache_stay_at_full_depth(strategy):
     """Classifier-free guidance calls the model from a logits processor, with a cache of its own."""
-    model = attached("llama", [1], strategy, exit_threshold=0.0)
+    model = attached_early("llama", [1], strategy, exit_threshold=0.0)
     options = {**OPTIONS, "guidance_scale": 1.5, "negative_prompt_ids": prompt()[:, :5]}
     with layer_calls(model) as counts:
         model.generate(prompt(), **options)

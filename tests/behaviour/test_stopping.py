@@ -4,6 +4,7 @@ import pytest
 import torch
 from drafters import use_drafter
 from families import tiny_model
+from interruptions import Stops
 from on_steps import ATTACH, prompts
 from transformers import StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
@@ -13,16 +14,6 @@ from tide_hf.common.errors import UnsupportedOptionError
 PROMPT = 12
 LEARNED = dict.fromkeys(("n_positions", "max_position_embeddings"), 30)  # positions, as gpt2 and opt call them
 OPTIONS = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-class Stops(StoppingCriteria):
-    """A criterion of the caller's own."""
-
-    def __init__(self, stops):
-        self.stops = stops
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return self.stops(input_ids)
 
 
 def both(make_options, rows=1, kind="right", family="llama", engine="eager", **config):
@@ -54,14 +45,6 @@ def test_an_eos_criterion_may_hold_one_token_without_a_dimension():
     expected, found = both(lambda: {"stopping_criteria": [EosTokenCriteria(eos)]})
     assert expected.shape[1] <= PROMPT + 5
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_criterion_may_return_a_column(rows):
-    """As transformers documents it."""
-    expected, _ = both(lambda: {"max_new_tokens": 8}, rows)
-    column = Stops(lambda ids: torch.full((len(ids), 1), ids.shape[1] > 19))
-    assert torch.equal(both(lambda: {"stopping_criteria": [column]}, rows)[1], expected)
 
 
 def test_a_streamer_gets_a_token_after_the_criteria():
@@ -97,6 +80,14 @@ def test_time_ends_all_rows_of_a_batch_with_the_same_token(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
+def test_a_criterion_may_return_a_column(rows):
+    """As transformers documents it."""
+    expected, _ = both(lambda: {"max_new_tokens": 8}, rows)
+    column = Stops(lambda ids: torch.full((len(ids), 1), ids.shape[1] > 19))
+    assert torch.equal(both(lambda: {"stopping_criteria": [column]}, rows)[1], expected)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
 def test_criteria_get_the_scores_of_earlier_steps_without_new_copies(rows):
     """Copies at each token would take time and memory that grow with the square of the answer."""
 
@@ -122,23 +113,19 @@ def test_criteria_get_the_scores_of_earlier_steps_without_new_copies(rows):
         torch.testing.assert_close(scores, expected[position], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("engine", ["eager", "compiled"])
-@pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_drafts_end_where_learned_positions_do(family, engine):
-    """Plain decoding may come as far as the last position; a wider pass has no position for what is beyond."""
-    last = Stops(lambda ids: ids.shape[1] >= 30)
-    options = {"max_new_tokens": 100, "stopping_criteria": [last]}
-    expected, found = both(lambda: options, family=family, engine=engine, **LEARNED)
-    assert expected.shape[1] == 30
-    assert torch.equal(found, expected)
+AT_THE_LAST = {"max_new_tokens": 100, "stopping_criteria": [Stops(lambda ids: ids.shape[1] >= 30)]}
 
 
 @pytest.mark.parametrize("engine", ["eager", "compiled"])
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_a_row_at_the_last_learned_position_waits_for_the_others(family, engine):
-    """No later token of it is read, so that none needs a position."""
-    expected, found = both(lambda: {"max_new_tokens": 30 - PROMPT + 1}, 3, "mixed", family, engine, **LEARNED)
-    assert expected.shape[1] == 31
+@pytest.mark.parametrize(
+    ("options", "rows", "kind", "length"),
+    [(AT_THE_LAST, 1, "right", 30), ({"max_new_tokens": 30 - PROMPT + 1}, 3, "mixed", 31)],
+)
+def test_drafts_end_where_learned_positions_do(options, rows, kind, length, family, engine):
+    """A wider pass has no position for what is beyond; a row that is there waits for the others."""
+    expected, found = both(lambda: options, rows, kind, family, engine, **LEARNED)
+    assert expected.shape[1] == length
     assert torch.equal(found, expected)
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from drafters import use_heads
 from families import prompt, tiny_model
+from interruptions import Stops
 from on_steps import attach_captured, attach_compiled, attach_without_compiler, linear_heads, steps_of
-from skipping_calls import OPTIONS, attached
-from transformers import AutoModelForCausalLM, StoppingCriteria
+from skipping_calls import OPTIONS, attached_early
+from transformers import AutoModelForCausalLM
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.unembed import DraftUnembed
@@ -18,7 +19,7 @@ from tide_hf.engines.steps import graphs
 
 
 def test_threads_generate_in_different_modes_at_once():
-    model = attached("llama", [1], exit_threshold=0.0)
+    model = attached_early("llama", [1], exit_threshold=0.0)
     modes = ("early_exit", "self_speculative", "post_hoc") * 2
     expected = {mode: model.generate(prompt(), tide_mode=mode, **OPTIONS) for mode in set(modes)}
     with ThreadPoolExecutor(len(modes)) as pool:
@@ -67,17 +68,6 @@ def test_first_calls_on_compiled_engines_at_once(tiny_llama, monkeypatch, caplog
         assert steps_of(model).prompts.refused == {}
 
 
-class DuringACall(StoppingCriteria):
-    """Runs a function at each token of a call."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __call__(self, input_ids, scores, **kwargs):
-        self.function()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("attach", [attach_compiled, attach_captured])
 def test_a_call_keeps_what_another_thread_releases(attach, rows):
@@ -87,7 +77,7 @@ def test_a_call_keeps_what_another_thread_releases(attach, rows):
     steps = attach(model, linear_heads(model))
     use_heads(model, (1, 3))
     with ThreadPoolExecutor(1) as other:
-        release = DuringACall(lambda: other.submit(model.tide_release).result(60))
+        release = Stops(lambda _: bool(other.submit(model.tide_release).result(60)))
         for _ in range(2):
             prepared = steps.warm_up.num_prepared
             answer = model.generate(**batch, **on_steps.OPTIONS, stopping_criteria=[release])
@@ -123,7 +113,7 @@ def test_steps_serve_a_call_while_another_thread_decodes_a_batch_eagerly():
     model.generate(**on_steps.prompts(), **on_steps.OPTIONS)
     prepared, replays = steps.warm_up.num_prepared, steps.replays
     inside, go_on = threading.Event(), threading.Event()
-    waits = DuringACall(lambda: (inside.set(), go_on.wait(60)))
+    waits = Stops(lambda _: inside.set() or not go_on.wait(60))
     eager = {**on_steps.OPTIONS, "tide_engine": "eager", "stopping_criteria": [waits]}
     with ThreadPoolExecutor(1) as other:
         batch = other.submit(model.generate, **on_steps.prompts(4), **eager)

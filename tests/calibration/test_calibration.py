@@ -2,9 +2,6 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +9,7 @@ import torch
 from accelerate import cpu_offload
 from calibrations import OPTIONS, PackedHead, assert_same, small, texts
 from families import tiny_model
-from repository import ROOT
+from repository import in_two_processes
 from torch import nn
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -148,17 +145,13 @@ rank = torch.distributed.get_rank()
 torch.save([written, routers.state_dict(), routers.config.calibration], f"{output}/rank{rank}.pt")
 torch.distributed.destroy_process_group()
 """
-TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
 def test_two_processes_make_the_routers_of_one(made, tiny_model_folder, tmp_path):
     (tmp_path / "share.py").write_text(SCRIPT)
     output = tmp_path / "routers"
     options = json.dumps(OPTIONS | {"notes": {"command": "python make.py"}})
-    command = [sys.executable, "-m", *TORCHRUN, "share.py", str(tiny_model_folder), str(output), options]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_two_processes("share.py", tiny_model_folder, output, options, cwd=tmp_path)
     ranks = [torch.load(output / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
     assert not set(ranks[0][0]) & set(ranks[1][0])
     for written, _, _ in ranks:

@@ -1,5 +1,7 @@
 """Training of the draft head: it reads what it reads in a draft, it learns, and it drafts afterwards."""
 
+from itertools import product
+from statistics import mean
 from unittest.mock import Mock
 
 import pytest
@@ -13,7 +15,13 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import Unembed
 from tide_hf.calibration.documents import Document
-from tide_hf.calibration.draft_head import FURTHER, DraftHeadTrainer
+from tide_hf.calibration.draft_head_training import (
+    FURTHER,
+    MEASURED_STEPS,
+    DraftHeadStage,
+    DraftHeadTrainer,
+    TappedBatch,
+)
 from tide_hf.common.errors import (
     BaseModelMismatchError,
     CalibrationError,
@@ -21,7 +29,6 @@ from tide_hf.common.errors import (
     RoutersNotFoundError,
     UnsupportedModelError,
 )
-from tide_hf.speculation.exits import MAX_EXITS
 
 TEXTS = texts(60)
 FURTHER_OPTIONS = {"samples": 30, "draft_vocab_size": 40, "exit_strategy": "eagle3"}
@@ -68,6 +75,33 @@ def test_training_lowers_the_loss(family, monkeypatch):
     assert not any(parameter.requires_grad for parameter in trainer.head.parameters())
 
 
+def test_a_draft_is_judged_while_its_tokens_are_the_full_models_and_the_texts(tiny_llama, monkeypatch):
+    rows, length, counts = 5, 40, torch.tensor([40, 40, 31, 12, 2])
+    torch.manual_seed(0)
+    ids, top = (torch.rand(2, rows, length) < 0.9).long()
+    drafted = (torch.rand(MEASURED_STEPS, rows, length - 1) < 0.9).long()
+    positions = torch.arange(length).expand(rows, -1)
+    mask = (positions < counts[:, None]).long()
+    counted = (positions >= 1) & (mask == 1)
+    trainer, states = trainer_of(tiny_llama()), torch.zeros(rows, length, 32)
+    batch = TappedBatch(ids, mask, counted, states, states, top)
+    trainer.head.requires_grad_(False)
+    stage = DraftHeadStage(trainer, None, 0)
+    monkeypatch.setattr(DraftHeadStage, "_batches", lambda *_: [batch])
+    monkeypatch.setattr(trainer, "unroll", lambda _, steps: drafted[:steps, ..., None].float())
+    monkeypatch.setattr(DraftHeadStage, "_read", lambda _, output: (output[..., 0] - 2, output[..., 0].long()))
+    expected = [[] for _ in drafted]
+    for row, start in product(range(rows), range(length - 1)):
+        for step, last in enumerate(range(start + 1, min(start + 1 + MEASURED_STEPS, int(counts[row])))):
+            token = drafted[step, row, start]
+            expected[step].append(float(token == top[row, last]))
+            if token != top[row, last] or last + 1 == length or token != ids[row, last + 1]:
+                break
+    figures = stage.figures()
+    assert figures["agreement_by_step"] == [pytest.approx(mean(one)) for one in expected]
+    assert figures["agreement"] == figures["agreement_by_step"][0]
+
+
 def test_calibrate_makes_a_draft_head_that_drafts(tiny_llama, tiny_tokenizer, tmp_path):
     model = tiny_llama()
     options = {"exit_strategy": "eagle3", "draft_vocab_size": 40, "output_dir": tmp_path}
@@ -75,7 +109,7 @@ def test_calibrate_makes_a_draft_head_that_drafts(tiny_llama, tiny_tokenizer, tm
     figures = routers.config.calibration["draft_head"]
     assert not figures["stopped"]
     assert 0.0 <= figures["agreement"] <= 1.0
-    assert len(figures["agreement_by_step"]) == MAX_EXITS
+    assert len(figures["agreement_by_step"]) == MEASURED_STEPS
     ids = torch.randint(3, 90, (1, 6))
     plain = model.generate(ids, max_new_tokens=24, do_sample=False)
     TIDEModelForCausalLM.attach(model, TIDERouters.from_pretrained(tmp_path))
@@ -130,7 +164,7 @@ def test_start_from_trains_a_draft_head_further(tiny_llama, tiny_tokenizer, star
 def test_a_head_that_a_step_before_the_deadline_makes_worse_keeps_its_weights(
     tiny_llama, tiny_tokenizer, start, monkeypatch
 ):
-    monkeypatch.setattr("tide_hf.calibration.draft_head.FURTHER", (2, 1e4))
+    monkeypatch.setattr("tide_hf.calibration.draft_head_training.FURTHER", (2, 1e4))
     monkeypatch.setattr("tide_hf.calibration.pipeline.FEWEST_DOCUMENTS", len(TEXTS))  # none is left out
     options = FURTHER_OPTIONS | {"max_minutes": 1e-6, "start_from": start}
     routers = small(tiny_llama(), tiny_tokenizer, TEXTS[30:], **options)
@@ -155,12 +189,6 @@ def test_unfinished_work_from_another_start_is_refused(tiny_llama, tiny_tokenize
             small(tiny_llama(), tiny_tokenizer, TEXTS[30:], start_from=another, **options)
 
 
-def test_a_head_that_is_trained_further_keeps_its_width(tiny_llama, tiny_tokenizer, start):
-    own = TIDERouters.from_pretrained(start).config.draft_head["intermediate_size"]
-    with pytest.raises(ConfigurationError, match=f"keeps its shape: got draft_intermediate_size=8. Expected {own}"):
-        small(tiny_llama(), tiny_tokenizer, TEXTS, start_from=start, draft_intermediate_size=8, **FURTHER_OPTIONS)
-
-
 def test_what_start_from_refuses(tiny_llama, tiny_tokenizer, start, tmp_path):
     model = tiny_llama()
     linear, embedded = TIDERouters.for_model(model, exit_layers=[2]), draft_head_for(model, has_embedding=True)
@@ -171,6 +199,9 @@ def test_what_start_from_refuses(tiny_llama, tiny_tokenizer, start, tmp_path):
     ):
         with pytest.raises(ConfigurationError, match=got):
             small(model, tiny_tokenizer, TEXTS, start_from=routers, **FURTHER_OPTIONS | {"exit_strategy": strategy})
+    width = TIDERouters.from_pretrained(start).config.draft_head["intermediate_size"]
+    with pytest.raises(ConfigurationError, match=f"keeps its shape: got draft_intermediate_size=8. Expected {width}"):
+        small(model, tiny_tokenizer, TEXTS, start_from=start, draft_intermediate_size=8, **FURTHER_OPTIONS)
     with pytest.raises(BaseModelMismatchError):
         small(tiny_llama(hidden_size=64), tiny_tokenizer, TEXTS, start_from=start, **FURTHER_OPTIONS)
     with pytest.raises(RoutersNotFoundError):

@@ -10,14 +10,7 @@ from families import tiny_model
 from tide_hf import TIDERouters
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import DraftUnembed, Unembed
-from tide_hf.calibration.heads import (
-    PATIENCE,
-    Moments,
-    collect_moments,
-    distil_head,
-    draft_agreement,
-    fit_head,
-)
+from tide_hf.calibration.heads import PATIENCE, Moments, collect_moments, distil_head, draft_agreement, fit_head
 from tide_hf.calibration.states import StateBatch, top_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")

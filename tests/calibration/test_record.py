@@ -7,12 +7,7 @@ from records import made_up_decisions
 
 from tide_hf import TIDERouters
 from tide_hf.base_model.structure import find_structure
-from tide_hf.calibration.record import (
-    coverage_at,
-    layer_sizes,
-    reliability_bins,
-    tolerance_rows,
-)
+from tide_hf.calibration.record import coverage_at, layer_sizes, reliability_bins, tolerance_rows
 from tide_hf.calibration.threshold import choose_threshold
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from tide_hf import TIDERouters
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import Unembed
-from tide_hf.calibration.routers import (
+from tide_hf.calibration.router_training import (
     area_under_curve,
     expected_calibration_error,
     platt_scaling,

@@ -4,7 +4,8 @@ import pytest
 from calibrations import OPTIONS, small, texts
 
 from tide_hf import calibration
-from tide_hf.calibration import draft_head, heads, pipeline, training
+from tide_hf.calibration import draft_head_training as draft_head
+from tide_hf.calibration import heads, pipeline, training
 from tide_hf.calibration.states import StateReader
 from tide_hf.common import progress, timing
 
@@ -47,7 +48,7 @@ def clock(monkeypatch):
     moves(pipeline, "draft_agreement", lambda _, states, *__: LOGITS * len(states))
     moves(heads, "distillation_loss", lambda *_: TRAINING)
     moves(draft_head.DraftHeadTrainer, "_step", lambda *_: TRAINING)
-    moves(draft_head.DraftHeadStage, "exits", lambda stage, split: LOGITS * stage.store.num_counted(split))
+    moves(draft_head.DraftHeadStage, "_drafts", lambda stage, split, _: LOGITS * stage.store.num_counted(split))
     return clock
 
 

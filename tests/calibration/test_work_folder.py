@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from calibrations import assert_same, small, texts
+from interruptions import stop_at
 
 from tide_hf import TIDERouters
 from tide_hf.calibration import work_folder
@@ -17,24 +18,8 @@ from tide_hf.common.errors import CalibrationError
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Killed(BaseException):
-    """Stands for a signal: nothing in the library may catch it."""
-
-
-def kill_at_write(monkeypatch, number):
-    """Kill the process just before its `number`-th unit would be in place; return the list of units written."""
-    written = []
-    replace = os.replace
-
-    def replace_or_die(source, target):
-        if Path(target).parent.parent.name == work_folder.NAME:
-            if len(written) == number:
-                raise Killed
-            written.append(Path(target).name)
-        replace(source, target)
-
-    monkeypatch.setattr(folders.os, "replace", replace_or_die)
-    return written
+def is_unit(target):
+    return Path(target).parent.parent.name == work_folder.NAME
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +34,11 @@ def test_killed_at_every_unit_it_ends_with_the_same_routers(parts, whole, tmp_pa
     for call in range(100):
         torch.manual_seed(call)  # the state of the caller's generator does not matter
         with monkeypatch.context() as patch:
-            written = kill_at_write(patch, 1)
+            written = stop_at(1, patch, is_unit)
             try:
                 routers = small(*parts, output_dir=tmp_path, exit_layers=None)
                 break
-            except Killed:
+            except KeyboardInterrupt:
                 kills += 1
                 assert len(written) == 1
     assert kills == 12  # a unit for each batch, shard, head, router, the list of batches and the number of documents
@@ -66,8 +51,8 @@ def test_killed_at_every_unit_it_ends_with_the_same_routers(parts, whole, tmp_pa
 def test_unfinished_work_is_refused_if_of_another_calibration_or_damaged(parts, tiny_llama, tmp_path, monkeypatch):
     folder = tmp_path / work_folder.NAME
     with monkeypatch.context() as patch:
-        kill_at_write(patch, 8)
-        with pytest.raises(Killed):
+        stop_at(8, patch, is_unit)
+        with pytest.raises(KeyboardInterrupt):
             small(*parts, output_dir=tmp_path)
     for model, changed, message in (
         (parts[0], {"seed": 1, "exit_layers": [1, 3]}, r"exit_layers=\[1, 2\] \(now \[1, 3\]\).*seed=0 \(now 1\)"),

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from draft_heads import draft_head_for
 from families import tiny_model
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -154,20 +153,13 @@ def test_in_a_terminal_an_error_or_interrupt_ends_the_turn_only(command, typing,
 
 
 @pytest.mark.parametrize(
-    ("arguments", "has_head", "times"),
-    [
-        (["--engine", "compiled"], False, 1),
-        (["--engine", "compiled", "--mode", "early_exit"], True, 1),
-        (["--engine", "compiled", "--mode", "early_exit"], False, 1),
-        (["--mode", "post_hoc"], False, 0),
-    ],
+    ("arguments", "times"),
+    [(["--engine", "compiled"], 1), (["--engine", "compiled", "--mode", "early_exit"], 1), (["--mode", "post_hoc"], 0)],
 )
 def test_the_engine_is_warmed_up_before_the_first_message_and_a_notice_says_so(
-    command, tiny_llama, routers_folder, pipe_in, monkeypatch, capsys, arguments, has_head, times
+    command, routers_folder, pipe_in, monkeypatch, capsys, arguments, times
 ):
     warmed_up = []
-    if has_head:
-        draft_head_for(tiny_llama()).save_pretrained(routers_folder)
 
     def warm_up(model):
         warmed_up.append((model._tide.engine, WARMING_UP in capsys.readouterr().err))

@@ -43,15 +43,14 @@ def test_a_recurrent_model_cannot_run_two_modes_and_the_reason_is_shown(
     assert "fused kernels: none, plain PyTorch runs (CPU, float32): no kernels are published yet" in out
 
 
-def test_the_threshold_of_a_draft_head_is_shown(tiny_model_folder, tmp_path, capsys):
+def test_the_exit_threshold_is_shown(tiny_model_folder, tmp_path, capsys):
     routers = draft_head_for(AutoModelForCausalLM.from_pretrained(tiny_model_folder))
-    threshold = {"tolerance": 0.02, "confidence": 0.95, "chosen": 0.75}
-    routers.config.calibration = {"draft_head": {"agreement": 0.5, "threshold": threshold}}
+    routers.config.calibration = {"threshold": {"tolerance": 0.02, "confidence": 0.95, "chosen": 0.75}}
     for chosen, shown in ((0.75, "0.75 (disagreement below 2.0% with"), (0.5, "0.5 (not certified)"), (2.0, "none: ")):
-        routers.config.draft_exit_threshold = chosen
+        routers.config.exit_threshold = chosen
         routers.save_pretrained(tmp_path)
         assert main(["inspect", str(tiny_model_folder), "--routers", str(tmp_path)]) == 0
-        assert f"with draft head  {shown}" in capsys.readouterr().out
+        assert f"exit threshold   {shown}" in capsys.readouterr().out
 
 
 def test_older_calibration_records_are_shown(tiny_model_folder, tmp_path, capsys):

@@ -1,18 +1,21 @@
-"""The commands and their arguments: help, what is refused, and that no heavy package is loaded for either."""
+"""The commands and their arguments: help, completion, what is refused, and that no heavy package is loaded for it."""
 
 import inspect
 import json
 import subprocess
 import sys
+from collections import ChainMap
 from importlib import import_module
 
 import pytest
 from repository import ROOT
 
 import tide_hf
-from tide_hf import calibrate, evaluation
+from tide_hf import calibrate
+from tide_hf.calibration.arguments import Settings
 from tide_hf.cli.main import main
 from tide_hf.cli.parser import CALIBRATE_OPTIONS, COMMANDS, EVALUATE_OPTIONS
+from tide_hf.evaluation.quality import QualityOptions
 
 LIGHT = [(line.split(), 0) for line in ("--help", "--version", "generate --help", "completion bash")]
 LIGHT += [(line.split(), 2) for line in ("generate", "chat model --exit-threshold -1")]
@@ -55,12 +58,12 @@ def test_every_command_has_a_module_and_a_help_text(command, monkeypatch, capsys
 
 
 @pytest.mark.parametrize(
-    ("command", "function", "options"),
-    [("calibrate", calibrate, CALIBRATE_OPTIONS), ("evaluate", evaluation.QualityOptions, EVALUATE_OPTIONS)],
+    ("command", "functions", "options"),
+    [("calibrate", [calibrate, Settings], CALIBRATE_OPTIONS), ("evaluate", [QualityOptions], EVALUATE_OPTIONS)],
 )
-def test_options_have_the_names_and_defaults_of_the_function(command, function, options, monkeypatch, capsys):
+def test_options_have_the_names_and_defaults_of_the_function(command, functions, options, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "1000")
-    parameters = inspect.signature(function).parameters
+    parameters = dict(ChainMap(*(inspect.signature(one).parameters for one in functions)))
     with pytest.raises(SystemExit):
         main([command, "--help"])
     out = capsys.readouterr().out
@@ -96,3 +99,33 @@ def test_a_wrong_command_line_is_refused(line, message, capsys):
     err = capsys.readouterr().err
     assert message in err
     assert "usage: tide-hf" in err
+
+
+COMPLETE = (
+    'source "$0"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}; '
+    'function="$(complete -p tide-hf | grep -o "_shtab[a-z_]*")"; '
+    '"$function" tide-hf "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD-1]}"; '
+    'printf "%s\\n" "${COMPREPLY[@]}"'
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["tide-hf", "chat", "--max"], ["--max-new-tokens"]),
+        (["tide-hf", "generate", "--prompt-file", "que"], ["questions.txt"]),
+    ],
+)
+def test_bash_completes(tmp_path, capsys, words, expected):
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    (tmp_path / "questions.txt").write_text("")
+    command = ["bash", "-c", COMPLETE, str(tmp_path / "script"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert [line.strip() for line in done.stdout.splitlines()] == expected
+
+
+def test_a_missing_shtab_is_named(monkeypatch, refused):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    refused(["completion", "bash"], "pip install tide-hf[completion]")

@@ -187,7 +187,7 @@ def test_figures_are_derived_from_the_counts():
     assert stats.summary().splitlines() == [
         "self_speculative: 5 tokens, 9.0 of 10 layers per token (90%), engine 'eager', float32",
         "2 of 4 draft tokens accepted (50%), 1.67 tokens a pass",
-        "drafted by n-grams or the draft head, before any layer ran: 1 tokens (20%)",
+        "drafted before any layer ran: 1 tokens (20%)",
         "exit layer 4: 1 tokens (20%)",
     ]
     empty = ExitStats("early_exit", 10)

@@ -8,16 +8,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from torch import nn
 
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import DraftUnembed, Unembed
 from tide_hf.common import memory
 from tide_hf.common.memory import RESERVED, copy_if_it_fits, free_host_memory
-from tide_hf.depth import linear_gate
-from tide_hf.depth.linear_gate import LinearGate
-from tide_hf.kernels.cpu import weight_layouts
-from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight
+from tide_hf.weights import layouts as weight_layouts
+from tide_hf.weights.layouts import PrepackedWeight
 
 MB = 2**20
 # Weights of 67 MB in float32. Copies of them pay, and all but the last argument's MB of memory are taken.
@@ -26,7 +23,7 @@ import resource, sys
 import psutil, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.kernels.cpu import weight_layouts
+from tide_hf.weights import layouts as weight_layouts
 layouts = (weight_layouts.PrepackedWeight, None, *weight_layouts.WEIGHT_LAYOUTS[1:])
 threads = torch.get_num_threads()
 for rows in weight_layouts.PROBED_ROWS:
@@ -41,7 +38,7 @@ taken = psutil.Process().memory_info().vms
 resource.setrlimit(resource.RLIMIT_AS, (taken + int(sys.argv[2]) * 2**20, -1))
 TIDEModelForCausalLM.attach(model, pack_weights="auto" if sys.argv[1] == "auto" else True, use_kernels=False)
 assert torch.equal(model.generate(ids, **options), expected)
-gates = model._tide.gates()
+gates = model._tide.weights.gates()
 print(sum(bool(gate.converted) for gate in gates), len(gates))
 """
 
@@ -138,24 +135,6 @@ def test_a_copy_whose_allocation_fails_is_not_made(copy, caplog):
 def test_other_errors_of_a_copy_are_raised():
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         copy_if_it_fits(lambda: torch.ones(2, 3) @ torch.ones(2, 3), 0)
-
-
-def test_a_weight_whose_copy_fails_is_read_as_it_is_until_it_changes(monkeypatch, caplog):
-    linear, attempts = nn.Linear(16, 16), []
-    gate = LinearGate(linear)
-
-    def in_layout(*_):
-        attempts.append(torch.empty(2**50))
-
-    monkeypatch.setattr(linear_gate, "fastest_layout", lambda _, __, layouts: next(iter(layouts), None))
-    with monkeypatch.context() as patch:
-        patch.setattr(linear_gate, "in_layout", in_layout)
-        assert gate.prepare(1, (PrepackedWeight,)) is None
-        assert len(caplog.records) == 1
-    assert gate.prepare(1, (PrepackedWeight,)) is None
-    with torch.no_grad():
-        linear.weight.mul_(2)
-    assert isinstance(gate.prepare(1, (PrepackedWeight,)), PrepackedWeight)
 
 
 def test_a_layout_for_whose_measurement_no_memory_is_left_is_not_chosen(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import ATTENTION, LAYERS, VOCAB, tiny_model
-from skipping_calls import attached, frozen_after_exits
+from skipping_calls import attached_early, frozen_after_exits
 from transformers import DynamicCache
 
 from tide_hf.base_model.structure import CACHE, find_structure
@@ -36,7 +36,7 @@ def median_score(model, tokens):
 
 @pytest.mark.parametrize(("family", "rows"), [*((family, 3) for family in ATTENTION), ("llama", 1)])
 def test_logits_and_cache_equal_the_reference(family, rows):
-    tokens, model, plain = prompt(rows), attached(family, EXIT_LAYERS), tiny_model(family)
+    tokens, model, plain = prompt(rows), attached_early(family, EXIT_LAYERS), tiny_model(family)
     threshold = median_score(model, tokens)
     output = model.generate(tokens, **OPTIONS, exits_in_prompt=True, exit_threshold=threshold)
     cache = DynamicCache(config=plain.config)
@@ -55,7 +55,7 @@ def test_logits_and_cache_equal_the_reference(family, rows):
 
 
 def test_no_more_runs_than_tokens_that_have_not_exited_need():
-    model, sizes = attached("llama", EXIT_LAYERS, exit_threshold=0.55), []
+    model, sizes = attached_early("llama", EXIT_LAYERS, exit_threshold=0.55), []
     for layer in find_structure(model).layers:
         layer.mlp.down_proj.register_forward_pre_hook(lambda _m, args: sizes.append(args[0].shape[:2].numel()))
     model.generate(prompt(2), **OPTIONS, exits_in_prompt=True)
@@ -69,6 +69,6 @@ def test_no_more_runs_than_tokens_that_have_not_exited_need():
 
 @pytest.mark.parametrize(("mode", "strategy"), [("post_hoc", "propagate"), ("early_exit", "recompute")])
 def test_prompt_exits_are_refused_with_exact_kv(mode, strategy):
-    model = attached("llama", EXIT_LAYERS, strategy)
+    model = attached_early("llama", EXIT_LAYERS, strategy)
     with pytest.raises(UnsupportedOptionError, match=r"got exits_in_prompt=True with.*Expected .*propagate"):
         model.generate(prompt(1), **OPTIONS, tide_mode=mode, exits_in_prompt=True)

@@ -65,9 +65,12 @@ def test_the_head_does_not_draft_where_its_state_does_not_fit(tiny_llama):
     model, ids = tiny_llama(), prompts()["input_ids"]
     TIDEModelForCausalLM.attach(model, draft_head_for(model))
     layers = []
-    model._tide.make_drafter = lambda _, given, engine: (
-        layers.append(engine.head_layer) or HeadDrafter(given, engine, 2, 1)
-    )
+
+    def make_drafter(_attachment, call, engine):
+        layers.append(engine.head_layer)
+        return HeadDrafter(call.prompts, engine, 2, 1)
+
+    model._tide.make_drafter = make_drafter
     cache = model.generate(ids, **OPTIONS, return_dict_in_generate=True)[CACHE]
     cropped, repeated, others = copy.deepcopy(cache), copy.deepcopy(cache), copy.deepcopy(cache)
     cropped.crop(4 - cropped.get_seq_length())
@@ -76,9 +79,7 @@ def test_the_head_does_not_draft_where_its_state_does_not_fit(tiny_llama):
     model.generate(text, **{CACHE: cropped}, **OPTIONS)
     model.generate(text.repeat(2, 1), **{CACHE: repeated}, **OPTIONS)
     TIDEModelForCausalLM.attach(model, draft_head_for(model, seed=1))
-    model._tide.make_drafter = lambda _, given, engine: (
-        layers.append(engine.head_layer) or HeadDrafter(given, engine, 2, 1)
-    )
+    model._tide.make_drafter = make_drafter
     model.generate(text, **{CACHE: others}, **OPTIONS)
     assert layers == [0, 0, None, None]
 
@@ -133,7 +134,7 @@ def test_a_call_that_fails_leaves_no_state(tiny_llama):
 
     model, batch = tiny_llama(), prompts(2)
     TIDEModelForCausalLM.attach(model, draft_head_for(model))
-    model._tide.make_drafter = lambda _, given, engine: Fails(given, engine, 0, 2)
+    model._tide.make_drafter = lambda _, call, engine: Fails(call.prompts, engine, 0, 2)
     cache = DynamicCache(config=model.config)
     with pytest.raises(KeyError):
         model.generate(**batch, **{CACHE: cache}, **OPTIONS)

@@ -5,16 +5,10 @@ import torch
 from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import _COMMON, FAMILIES, VOCAB, longrope, random_model, tiny_model
+from interruptions import Stops
 from on_steps import ATTACH, attach_compiled
 from on_steps import prompts as padded_prompts
-from transformers import (
-    CONFIG_MAPPING,
-    DynamicCache,
-    EncoderDecoderCache,
-    LogitsProcessor,
-    StaticCache,
-    StoppingCriteria,
-)
+from transformers import CONFIG_MAPPING, DynamicCache, EncoderDecoderCache, LogitsProcessor, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
@@ -42,17 +36,10 @@ def test_a_callers_cache_without_windows_in_a_batch(family):
     assert torch.equal(model.generate(ids, max_new_tokens=24, **OPTIONS, **{CACHE: DynamicCache()}), expected)
 
 
-class Stop(StoppingCriteria):
-    """Of the caller's own, so that drafts do not know where the call ends."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return input_ids.shape[1] >= 30
-
-
 @pytest.mark.parametrize("width", [7, 10, 11])
 def test_drafts_end_where_a_static_cache_does(width):
     model, ids = tiny_model("llama"), prompts(1)
-    options = {"max_new_tokens": 100, "stopping_criteria": [Stop()], **OPTIONS}
+    options = {"max_new_tokens": 100, "stopping_criteria": [Stops(lambda ids: ids.shape[1] >= 30)], **OPTIONS}
     expected = model.generate(ids, **options, **{CACHE: StaticCache(config=model.config, max_cache_len=30)})
     TIDEModelForCausalLM.attach(model)
     use_drafter(model, "right", [expected[0, PROMPT:].tolist() + [5] * 20], width)
@@ -136,20 +123,13 @@ def with_recording(config):
     return {CACHE: cache}
 
 
-def with_encoder_cache(config):
-    return {CACHE: EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))}
-
-
-def with_encoder_states(_config):
-    return {"encoder_hidden_states": torch.randn(1, 5, 32)}
-
-
+CROSS = {"add_cross_attention": True}
 REFUSED = [  # a first rollback would discard what is recorded
     ("mistral", {}, 1, with_recording, r"DynamicCache that records the past.*activate_past_recording"),
     ("gemma3_text", {}, 1, lambda _: {"cache_implementation": "static"}, "got StaticCache with sliding-window layers"),
     ("llama", {}, 2, with_indexed_layer, r"in a batch cannot use this cache: got .* with a Indexed"),
-    ("gpt2", {"add_cross_attention": True}, 1, with_encoder_cache, "got EncoderDecoderCache"),
-    ("gpt2", {"add_cross_attention": True}, 1, with_encoder_states, "beside an encoder's"),
+    ("gpt2", CROSS, 1, lambda _: {CACHE: EncoderDecoderCache(DynamicCache(), DynamicCache())}, "EncoderDecoderCache"),
+    ("gpt2", CROSS, 1, lambda _: {"encoder_hidden_states": torch.randn(1, 5, 32)}, "beside an encoder's"),
 ]
 
 
@@ -302,7 +282,7 @@ def test_a_model_with_a_recurrent_state_runs_post_hoc_only():
 
 
 def test_a_cache_is_compacted_where_that_frees_slots_and_not_for_a_row_that_is_short():
-    """While one row accepts all of its drafts, the other's holes are in slots that the first one needs."""
+    """While one row accepts all of its drafts, the other's rejected slots are in slots that the first one needs."""
     cache, found, new = DynamicCache(), [], torch.zeros(2, 1, 4, 8)
     cache.update(new, new, 0)
     slots = CacheSlots(cache, 4, None, 0.25, torch.device("cpu"))

@@ -1,5 +1,7 @@
 """Families in which a pass over several tokens may attend to other keys than token by token."""
 
+from functools import partial
+
 import on_steps
 import pytest
 import torch
@@ -46,20 +48,9 @@ def test_calls_up_to_the_limit_draft_and_longer_ones_do_not(family):
     assert torch.equal(model.generate(prompt(), **options), expected)
 
 
-def test_tokens_in_a_cache_count_towards_the_limit():
-    model = limited_model("moshi")
-    TIDEModelForCausalLM.attach(model)
-    cache, ids = DynamicCache(config=model.config), prompt().repeat(1, 2)[:, :LIMIT]
-    with torch.no_grad():
-        model(ids[:, :-4], **{CACHE: cache})
-    inputs = {"input_ids": ids[:, -4:], "attention_mask": torch.ones_like(ids), CACHE: cache}
-    with pytest.raises(UnsupportedOptionError, match="moshi over several tokens attends"):
-        model.generate(**inputs, tide_strict=True, **OPTIONS, max_new_tokens=1)
-
-
-@pytest.mark.parametrize("repeats", [True, False], ids=["whole text", "new tokens"])
-def test_tokens_of_a_cache_count_once_whether_the_prompt_repeats_them_or_not(repeats):
-    model = limited_model("doge")
+@pytest.mark.parametrize(("family", "repeats"), [("doge", True), ("doge", False), ("moshi", False)])
+def test_tokens_of_a_cache_count_once_whether_the_prompt_repeats_them_or_not(family, repeats):
+    model = limited_model(family)
     TIDEModelForCausalLM.attach(model, strict=True)
     cache, ids = DynamicCache(config=model.config), prompt().repeat(1, 2)[:, : LIMIT - 4]
     with torch.no_grad():
@@ -103,18 +94,20 @@ class OwnMistral(MistralForCausalLM):
     """Without a forward of its own, in a module that makes no masks."""
 
 
-@pytest.mark.parametrize("family", [*WINDOWED, "own"])
-def test_windows_that_masks_have_too_limit_nothing(family):
-    if family == "own":
-        config = MistralConfig(**_COMMON, sliding_window=8)
-        assert multi_token_limit(OwnMistral(config)) is None
-    else:
-        assert multi_token_limit(tiny_model(family)) is None
+WITHOUT = {"sliding_window": 8, "layer_types": ["full_attention"] * _COMMON["num_hidden_layers"]}
 
 
-def test_a_window_that_neither_cache_nor_masks_have_limits_nothing():
-    layers = ["full_attention"] * _COMMON["num_hidden_layers"]
-    assert multi_token_limit(random_model("llama", {**_COMMON, "sliding_window": 8, "layer_types": layers})) is None
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(partial(tiny_model, family) for family in WINDOWED),
+        lambda: OwnMistral(MistralConfig(**_COMMON, sliding_window=8)),
+        lambda: random_model("llama", {**_COMMON, **WITHOUT}),
+    ],
+    ids=[*WINDOWED, "own", "neither"],
+)
+def test_windows_that_masks_have_too_or_that_no_layer_has_limit_nothing(make):
+    assert multi_token_limit(make()) is None
 
 
 @pytest.mark.parametrize("widths", [{1}, {2, 3, 4}], ids=["one token", "several"])

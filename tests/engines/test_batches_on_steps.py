@@ -69,7 +69,7 @@ def test_a_call_ends_with_its_last_row_and_remaining_rows_run_on_smaller_steps_w
     ],
 )
 def test_any_number_of_rows_runs_on_the_steps_of_others(family, attach, kind):
-    """Padded rows, holes that are compacted, rows that end, heads that draft: on buffers of 8, 4, 2 rows and 1."""
+    """Padded rows, slots that are compacted, rows that end, heads that draft: on buffers of 8, 4, 2 and 1 rows."""
     model, batch = tiny_model(family), prompts(8, pads=3)
     options, expected, _ = ending_early(model, batch)
     has_draft_head = kind == "draft head"
@@ -100,10 +100,10 @@ def test_windows_skip_rejected_tokens_where_masks_are_known_and_else_they_leave_
     for _ in range(2):
         use_drafter(model, "mixed", new_tokens(expected))
         assert torch.equal(model.generate(**batch, **options), expected)
-    holes = [buffers.holes for buffers in steps._buffers.values()]
+    rejected = [buffers.tensors.rejected for buffers in steps._buffers.values()]
     skip = attention == "sdpa" and model_class is MistralForCausalLM
-    assert [found is not None for found in holes] == [skip]
-    assert not skip or (holes[0].sum() > 0 and steps.replays > 0)
+    assert [found is not None for found in rejected] == [skip]
+    assert not skip or (rejected[0].sum() > 0 and steps.replays > 0)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

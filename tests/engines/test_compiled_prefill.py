@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tide_hf.base_model.structure import CACHE
 from tide_hf.engines.steps import graphs, step_compiler
-from tide_hf.kernels.cpu import weight_layouts
 from tide_hf.kernels.cpu.attention import MIN_QUERIES
 from tide_hf.kernels.cpu.cpp_kernels import build_kernels
-from tide_hf.kernels.cpu.lossless_weights import HalfWeight
-from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight
+from tide_hf.weights import layouts as weight_layouts
+from tide_hf.weights.layouts import PrepackedWeight
+from tide_hf.weights.lossless import HalfWeight
 
 FAMILIES = ("llama", "gpt2", "falcon", "gemma2")
 LENGTHS = (MIN_QUERIES - 1, MIN_QUERIES, MIN_QUERIES + 20, MIN_QUERIES - 2, 5)  # which attention tells apart

@@ -8,16 +8,17 @@ from draft_heads import draft_head_for
 from drafters import use_drafter
 from families import ATTENTION, SDPA, slow_but, tiny_model
 from on_steps import FEW, OPTIONS, linear_heads, prompts
-from packed_weights import set_fastest_layouts
+from packed_weights import converted, set_fastest_layouts
 from repository import SHIPPED
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines import gqa_attention, warm_up
 from tide_hf.engines.eager import LONG_PROMPT
-from tide_hf.kernels.cpu import attention, weight_layouts
+from tide_hf.kernels.cpu import attention
 from tide_hf.kernels.cpu import cpp_kernels as kernels
 from tide_hf.kernels.cpu.cpp_kernels import are_ready, build_kernels
-from tide_hf.kernels.cpu.weight_layouts import PlainWeight
+from tide_hf.weights import layouts as weight_layouts
+from tide_hf.weights.layouts import PlainWeight
 
 pytestmark = pytest.mark.usefixtures("fresh_kernels")
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("fresh_kernels")
 @pytest.fixture(autouse=True)
 def _kernels_are_fastest(monkeypatch):
     """On any machine."""
-    set_fastest_layouts(monkeypatch, kernels.DTYPES, order=(PlainWeight, None, *weight_layouts.WEIGHT_LAYOUTS[:2]))
+    set_fastest_layouts(monkeypatch, kernels.CPU_DTYPES, order=(PlainWeight, None, *weight_layouts.WEIGHT_LAYOUTS[:2]))
     monkeypatch.setattr(attention, "_is_faster", {(torch.float32, torch.get_num_threads()): True})
 
 
@@ -48,10 +49,6 @@ def attended(monkeypatch):
     return widths
 
 
-def layouts_of(model):
-    return {layout for gate in model._tide.gates() for layout in gate.converted}
-
-
 @pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize(("rows", "family"), [(1, "llama"), *slow_but(FEW, ATTENTION, 3)])
 def test_with_kernels_every_family_generates_the_base_models_tokens(family, rows):
@@ -61,15 +58,15 @@ def test_with_kernels_every_family_generates_the_base_models_tokens(family, rows
     TIDEModelForCausalLM.attach(model, linear_heads(model))
     use_drafter(model, "wrong at the last position", expected[:, LONG_PROMPT:].tolist(), width=4)
     assert torch.equal(model.generate(**batch, **OPTIONS), expected)
-    has_linears = any(type(gate.module) is torch.nn.Linear for gate in model._tide.gates())
-    assert layouts_of(model) == ({PlainWeight} if has_linears else set())
+    has_linears = any(type(gate.module) is torch.nn.Linear for gate in model._tide.weights.gates())
+    assert converted(model) == ({PlainWeight} if has_linears else set())
 
 
 def test_early_exit_uses_kernels(tiny_llama, compiled_kernels):
     model = tiny_llama()
     TIDEModelForCausalLM.attach(model, linear_heads(model), mode="early_exit")
     model.generate(**prompts(), **OPTIONS)
-    assert layouts_of(model) == {PlainWeight}
+    assert converted(model) == {PlainWeight}
 
 
 @pytest.mark.parametrize("settings", [{}, {"use_kernels": False}, {"pack_weights": False}])
@@ -82,7 +79,7 @@ def test_calls_build_no_kernels_and_use_none_that_are_switched_off(tiny_llama, r
         assert model.tide_warm_up() == 0.0
     for batch in (prompts(), prompts(2, pads=1), prompts(length=LONG_PROMPT)):
         model.generate(**batch, **OPTIONS)
-    assert PlainWeight not in layouts_of(model)
+    assert PlainWeight not in converted(model)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +143,7 @@ def test_kernels_are_built_while_attaching(tiny_llama, worth_a_build, monkeypatc
     assert model.tide_warm_up() > 0.0  # converts weights
     monkeypatch.setattr(kernels, "_built", pytest.fail)
     model.generate(**prompts(), **OPTIONS)
-    assert layouts_of(model) == {PlainWeight}
+    assert converted(model) == {PlainWeight}
 
 
 @pytest.mark.parametrize("settings", [{"use_kernels": False}, {"pack_weights": False}])
@@ -175,7 +172,7 @@ def test_warm_up_builds_the_kernels_once(tiny_llama):
     assert model.tide_warm_up() > 0.0
     assert are_ready(torch.float32)
     model.generate(**prompts(), **OPTIONS)
-    assert layouts_of(model) == {PlainWeight}
+    assert converted(model) == {PlainWeight}
     assert model.tide_warm_up() == 0.0
 
 
@@ -190,6 +187,6 @@ def test_a_real_models_tokens_stay(smollm2):
     TIDEModelForCausalLM.attach(model, SHIPPED)
     try:
         assert torch.equal(model.generate(**inputs, **options), expected)
-        assert layouts_of(model) == {PlainWeight}
+        assert converted(model) == {PlainWeight}
     finally:
         TIDEModelForCausalLM.detach(model)

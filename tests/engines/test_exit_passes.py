@@ -150,7 +150,7 @@ def test_what_passes_cost_that_end_early_is_not_taken_for_the_cost_of_full_ones(
     model = attached()
     for _ in range(2):  # steps are prepared in the first
         model.generate(**prompts(), **OPTIONS)
-    assert model._tide.costs == {}
+    assert not any(table.ready for table in model._tide.costs.values())
 
 
 def test_sampling_and_processors_choose_as_in_the_eager_engine():

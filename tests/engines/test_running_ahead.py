@@ -10,9 +10,11 @@ from on_steps import LAYERS, NEW, OPTIONS, PROMPT, attach_captured, linear_heads
 from tide_hf.base_model.structure import CACHE
 from tide_hf.common.errors import UnsupportedOptionError
 from tide_hf.engines.static import StaticEngine
-from tide_hf.engines.steps.step_buffers import BUCKET, SPARE_SLOTS, WIDEST
-from tide_hf.speculation.engine import Draft
-from tide_hf.speculation.exits import NoDrafter
+from tide_hf.engines.steps.step_buffers import BUCKET, SPARE_SLOTS
+from tide_hf.engines.steps.step_tensors import WIDEST
+from tide_hf.speculation.drafters import NoDrafter
+from tide_hf.speculation.drafts import Draft
+from tide_hf.speculation.policy import CostTable
 
 FAMILIES = ("llama", "mistral", "gpt2", "bloom", "opt", "qwen2_5_vl")  # with and without positions, of all kinds
 
@@ -30,7 +32,7 @@ def without_drafts(family, routers_of=None):
     model, batch = tiny_model(family), prompts(3, pads=2)
     expected = model.generate(**batch, **OPTIONS)
     steps = attach_captured(model, routers_of(model) if routers_of is not None else None)
-    model._tide.make_drafter = lambda *_: NoDrafter()
+    model._tide.make_drafter = NoDrafter
     return model, batch, expected, steps
 
 
@@ -49,7 +51,7 @@ def test_rows_that_end_leave_the_batch_and_only_the_last_ones_pass_is_in_vain(up
     options = {**OPTIONS, "eos_token_id": [plain[0][9], plain[1][4], plain[2][6]]}
     expected = model.generate(**batch, **options)
     steps = attach_captured(model)
-    model._tide.make_drafter = lambda *_: NoDrafter()
+    model._tide.make_drafter = NoDrafter
     for rows in (1, 2, 3):  # those of fewer rows prepare steps, to which rows could move
         some = {name: values[-rows:] for name, values in batch.items()}
         uploads.clear()
@@ -69,27 +71,22 @@ def test_no_pass_runs_ahead_where_its_results_would_be_in_the_way(option, upload
         assert found[CACHE].get_seq_length() == expected.shape[1] - 1
 
 
-def resting(model):
-    """Let the drafters of a model say in every round that they will not draft in the next one."""
-    make = model._tide.make_drafter
-
-    def make_resting(*args):
-        drafter = make(*args)
-        drafter.rests = True
-        return drafter
-
-    model._tide.make_drafter = make_resting
+@pytest.fixture
+def paused(monkeypatch):
+    """Whether drafting counts as paused, in a list; a test may change it, and draft all the same."""
+    found = [False]
+    monkeypatch.setattr(CostTable, "drafting_paused", property(lambda _: found[0]))
+    return found
 
 
-def test_a_pass_that_has_run_ahead_is_dropped_for_drafts_and_the_head_drafts_as_if_it_had_not():
+def test_a_pass_that_has_run_ahead_is_dropped_for_drafts_and_the_head_drafts_as_if_it_had_not(paused):
     model, batch = tiny_model("llama"), prompts()
     expected = model.generate(**batch, **OPTIONS)
     steps = attach_captured(model, draft_head_for(model))
     found = []
-    for rests in (False, True):
+    for is_paused in (False, True):
         made, before = use_heads(model, 0, width=2, every=3), steps.replays
-        if rests:
-            resting(model)
+        paused[0] = is_paused
         assert torch.equal(model.generate(**batch, **OPTIONS), expected)
         found.append((made[0].drafted, steps.replays - before))
     (drafted, replays), (again, more) = found
@@ -100,34 +97,40 @@ def test_a_pass_that_has_run_ahead_is_dropped_for_drafts_and_the_head_drafts_as_
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt2", "bloom"])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_any_mix_of_passes_that_run_ahead_and_drafts_gives_the_base_models_tokens(family, rows):
+def test_any_mix_of_passes_that_run_ahead_and_drafts_gives_the_base_models_tokens(family, rows, paused):
     model, batch = tiny_model(family), prompts(rows, pads=2 if rows > 1 else 0)
     options = {**OPTIONS, "max_new_tokens": 40}
     expected = model.generate(**batch, **options)
     attach_captured(model, draft_head_for(model))
+    paused[0] = True
     for every in (1, 2, 4):
         use_heads(model, 0, 3, every, new_tokens(expected), "mixed")
-        resting(model)
         assert torch.equal(model.generate(**batch, **options), expected)
 
 
 class OneRowRight(ScriptedDrafter):
-    """Right for the first row and wrong for the second; rests once the first has all of its tokens."""
+    """Right for the first row and wrong for the second; pauses once the first has all of its tokens."""
+
+    def __init__(self, paused, *args):
+        super().__init__(*args)
+        self.paused = paused
 
     def draft(self, rows, limits):
-        self.rests = limits[0] == 0
-        return [self._draft(0, limits[0]), Draft().add([] if self.rests else [0] * (WIDEST - 1), "script")]
+        self.paused[0] = limits[0] == 0
+        return [self._draft(0, limits[0]), Draft().add([] if self.paused[0] else [0] * (WIDEST - 1), "script")]
 
 
 @pytest.mark.parametrize("compaction_threshold", [0.25, 1.0])
-def test_passes_run_ahead_until_the_cache_is_compacted_for_holes_or_for_lack_of_slots(compaction_threshold, uploads):
+def test_passes_run_ahead_until_the_cache_is_compacted_for_holes_or_lack_of_slots(
+    compaction_threshold, uploads, paused
+):
     model, batch = tiny_model("llama", max_position_embeddings=1024), prompts(2)
     options = {**OPTIONS, "max_new_tokens": 2 * BUCKET - SPARE_SLOTS + BUCKET - WIDEST - PROMPT}  # as many as fit
     expected = model.generate(**batch, **options)
     routers = linear_heads(model)
     routers.config.compaction_threshold = compaction_threshold
     attach_captured(model, routers)
-    model._tide.make_drafter = lambda *_: OneRowRight("right", new_tokens(expected), VOCAB, WIDEST - 1)
+    model._tide.make_drafter = lambda *_: OneRowRight(paused, "right", new_tokens(expected), VOCAB, WIDEST - 1)
     assert torch.equal(model.generate(**batch, **options), expected)
     num_drafted = sum(len(ids[0]) > 1 for ids in uploads)
     assert num_drafted > options["max_new_tokens"] // WIDEST - 2
@@ -138,7 +141,7 @@ def test_learned_positions_end_where_they_ended(uploads):
     model, options = tiny_model("gpt2", n_positions=16), {**OPTIONS, "max_new_tokens": 9}
     expected = model.generate(**prompts(), **options)
     attach_captured(model)
-    model._tide.make_drafter = lambda *_: NoDrafter()
+    model._tide.make_drafter = NoDrafter
     assert torch.equal(model.generate(**prompts(), **options), expected)
     assert len(uploads) == 1
     with pytest.raises(UnsupportedOptionError, match="learned positions"):

@@ -14,8 +14,8 @@ from transformers.utils import logging
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import ConfigurationError, UnsupportedModelError
 from tide_hf.common.token_ids import left_padded
-from tide_hf.engines.steps.step_buffers import WIDTHS
 from tide_hf.engines.steps.step_store import CapturedSteps
+from tide_hf.engines.steps.step_tensors import WIDTHS
 from tide_hf.engines.warm_up import PROMPT_LENGTHS, WarmUp
 
 
@@ -45,17 +45,6 @@ def test_answers_prepare_no_steps_after_it(attach, tiny_llama):
     assert steps.warm_up.num_prepared == before
     assert model.last_exit_stats.warm_up_s == 0.0
     assert steps.replays > 0
-
-
-def test_exits_with_the_head_prepare_no_steps_after_it(tiny_llama):
-    model = tiny_llama()
-    steps = attach_compiled(model, as_calibrated(draft_head_for(model)), mode="early_exit", exit_threshold=0.0)
-    model.tide_warm_up(max_length=200)
-    before, replays = steps.warm_up.num_prepared, steps.replays
-    model.generate(**prompts(), **OPTIONS)
-    assert model.last_exit_stats.accepted
-    assert steps.replays > replays
-    assert steps.warm_up.num_prepared == before
 
 
 @pytest.mark.parametrize("rows", [1, 2])

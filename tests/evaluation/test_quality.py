@@ -7,8 +7,9 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from families import VOCAB, tiny_model
+from skipping_calls import random_routers
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters
+from tide_hf import TIDEModelForCausalLM
 from tide_hf.calibration.documents import Document
 from tide_hf.common.errors import BaseModelMismatchError, ConfigurationError
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
@@ -18,15 +19,6 @@ PROMPT = 7
 NEW = 12
 
 
-def random_routers(model):
-    torch.manual_seed(1)
-    routers = TIDERouters.for_model(model, exit_layers=[1, 3], exit_strategy="linear")
-    for layer in routers.exit_layers:
-        torch.nn.init.normal_(routers[layer].router.up.weight)
-        torch.nn.init.normal_(routers[layer].head.translator.weight, std=0.1)
-    return routers
-
-
 def random_ids(rows, length, seed=3):
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
@@ -34,7 +26,7 @@ def random_ids(rows, length, seed=3):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "opt", "mixtral"])
 def test_one_pass_gives_the_logits_of_decoding(family):
     model = tiny_model(family)
-    routers = random_routers(model)
+    routers = random_routers(model, seed=4)
     TIDEModelForCausalLM.attach(model, routers, mode="early_exit", exit_threshold=0.5)
     options = {"do_sample": False, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
     decoded = model.generate(random_ids(1, PROMPT), max_new_tokens=NEW, **options)

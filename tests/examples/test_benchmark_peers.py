@@ -63,6 +63,11 @@ def engine(tmp_path, monkeypatch):
     return put
 
 
+def left_out(bench, way):
+    """Why a way cannot run; `None` if it can."""
+    return adapters.make_methods(bench, [way])[1].get(way)
+
+
 def test_an_engine_answers_in_turn_with_the_model(bench, engine, one_thread):
     engine("assert open(model + '/config.json').read()")
     method = adapters.WAYS["openvino"].make(bench)
@@ -97,36 +102,27 @@ def test_only_single_greedy_answers_are_compared(bench, engine):
 )
 def test_an_engine_that_does_not_start_says_why(bench, engine, start, why):
     engine(start)
-    _, left_out = adapters.make_methods(bench, ["openvino"])
-    assert left_out == {"openvino": f"it stopped: {why}"}
+    assert left_out(bench, "openvino") == f"it stopped: {why}"
 
 
 def test_what_is_missing_is_named(bench, engine, tiny_llama):
-    _, left_out = adapters.make_methods(bench, ["vllm"])
-    assert left_out == {"vllm": "not installed: python -m examples.benchmarks.peers vllm"}
-    half = Bench(tiny_llama().bfloat16(), Tokenizer(), None)
-    assert adapters.make_methods(half, ["vllm"])[1] == {"vllm": "compared in float32 alone"}
+    assert left_out(bench, "vllm") == "not installed: python -m examples.benchmarks.peers vllm"
+    assert left_out(Bench(tiny_llama().bfloat16(), Tokenizer(), None), "vllm") == "compared in float32 alone"
 
 
 def test_economize_gets_the_draft_head_in_the_format_of_speculators(bench, engine):
     engine("assert '\"speculators_model_type\": \"eagle3\"' in open(more[0] + '/config.json').read()", "economize")
-    left_out = adapters.make_methods(bench, ["economize_head"])[1]
-    assert left_out == {"economize_head": "no routers"}
+    assert left_out(bench, "economize_head") == "no routers"
     bench.routers = TIDERouters.for_model(bench.model, exit_layers=[2])
-    left_out = adapters.make_methods(bench, ["economize_head"])[1]
-    assert left_out == {"economize_head": "no draft head"}
+    assert left_out(bench, "economize_head") == "no draft head"
     bench.routers = draft_head_for(bench.model)
-    made, left_out = adapters.make_methods(bench, ["economize_head"])
-    assert left_out == {}
-    assert made["economize_head"].name == "economize, our draft head, float32"
-    assert not made["economize_head"].lossless
+    made = adapters.WAYS["economize_head"].make(bench)
+    assert (made.name, made.lossless) == ("economize, our draft head, float32", False)
 
 
 def test_openvino_is_told_to_look_prompts_up(bench, engine):
     engine("assert more == ('lookup',)")
-    made, left_out = adapters.make_methods(bench, ["openvino_lookup"])
-    assert left_out == {}
-    assert made["openvino_lookup"].name == "OpenVINO GenAI, prompt lookup, float32"
+    assert adapters.WAYS["openvino_lookup"].make(bench).name == "OpenVINO GenAI, prompt lookup, float32"
 
 
 def test_a_draft_head_for_openvino_is_in_the_format_of_eagle3(bench, tmp_path):
@@ -146,36 +142,9 @@ def test_the_published_system_gets_the_texts_that_it_can_read(bench, engine, tin
     long = "The tide comes in, and the tide goes out. " * 3
     (tmp_path / "texts.txt").write_text(f"short\n\n{long}")
     bench.text, bench.tokenizer = tmp_path / "texts.txt", tiny_tokenizer
-    _, left_out = adapters.make_methods(bench, ["tide_inference"])
-    assert left_out == {}
+    assert left_out(bench, "tide_inference") is None
     bench.published_length = 8  # nothing is long enough any more
-    _, left_out = adapters.make_methods(bench, ["tide_inference"])
-    assert left_out == {"tide_inference": "no text of 101 characters to calibrate it on"}
-
-
-@pytest.mark.parametrize(("head", "cycle_length"), [(None, 6), ("folder", 4)])
-def test_economize_decodes_by_its_own_loop_and_stops_where_generate_does(
-    head, cycle_length, tiny_model_folder, monkeypatch, one_thread
-):
-    asked = {}
-
-    def decode(ids, new_tokens, **options):
-        asked.update(options)
-        return SimpleNamespace(tokens=torch.tensor([new_tokens, len(ids)]))
-
-    techniques = stub("economize.techniques.lookup", LookupConfig=lambda max_ngram: f"n-grams of {max_ngram}")
-    package = stub(
-        "economize",
-        apply=lambda base, config: asked.update(drafting=config) or SimpleNamespace(decode=decode),
-        load=lambda base, folder: asked.update(drafting=folder) or SimpleNamespace(decode=decode),
-        DecodeConfig=lambda **options: options,
-    )
-    for module in (package, stub("economize.techniques"), techniques):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    answer = peer_worker.economize(str(tiny_model_folder), "float32", 1, *([head] if head else []))
-    assert answer([5, 6, 7], 4) == [4, 3]
-    end = AutoModelForCausalLM.from_pretrained(tiny_model_folder).generation_config.eos_token_id
-    assert asked == {"drafting": head or "n-grams of 3", "decoding": {"cycle_length": cycle_length}, "stop": end}
+    assert left_out(bench, "tide_inference") == "no text of 101 characters to calibrate it on"
 
 
 def test_the_published_system_is_calibrated_on_the_texts_or_not_at_all(
@@ -209,18 +178,6 @@ def stub(name, **contents):
     return module
 
 
-def test_what_is_built_from_sources_finds_pytorch_and_leaves_gpus_alone(engine, monkeypatch):
-    ran = []
-    monkeypatch.setattr(subprocess, "run", lambda line, check, env=None: ran.append((line, env)))
-    peers.main(["tide-inference"])
-    _, first, second = ran
-    assert peers.TORCH in first[0]
-    assert "--no-build-isolation" not in first[0]
-    assert "--no-build-isolation" in second[0]
-    assert "tide-inference==0.2.1" in second[0]
-    assert second[1]["TIDE_NO_CUDA"] == "1"
-
-
 def test_an_environment_is_made_whole_or_not_at_all(engine, monkeypatch, capsys):
     ran = []
 
@@ -247,32 +204,35 @@ SHORT = {"ways": ["generate"], "slow_ways": [], "batches": [], "first_token": Fa
 SHORT |= {"categories": ["chat"], "prompts": 1, "repeats": 1, "max_new_tokens": 2}
 
 
-def test_quantised_weights_are_named_with_their_perplexity(tiny_model_folder, tmp_path, monkeypatch, one_thread):
-    quantization = type(sys)("torchao.quantization")
-    quantization.Int8WeightOnlyConfig = lambda: "int8"
+@pytest.fixture
+def run_decode(tiny_model_folder, tmp_path, one_thread):
+    """A function that runs the command on few short answers; it returns its status, and its record if it has one."""
+
+    def run(*options):
+        (tmp_path / "c.json").write_text(json.dumps({"decode": SHORT}))
+        line = f"run --suite decode --config {tmp_path / 'c.json'} --model {tiny_model_folder} --threads 1"
+        status = command.main([*line.split(), "--output-dir", str(tmp_path), *options])
+        return status, json.loads((tmp_path / "decode.json").read_text()) if status == 0 else None
+
+    return run
+
+
+def test_quantised_weights_are_named_with_their_perplexity(run_decode, tiny_model_folder, tmp_path, monkeypatch):
+    quantization = stub("torchao.quantization", Int8WeightOnlyConfig=lambda: "int8")
     quantization.quantize_ = lambda model, config: model.lm_head.weight.data.zero_()
-    monkeypatch.setitem(sys.modules, "torchao", type(sys)("torchao"))
-    monkeypatch.setitem(sys.modules, "torchao.quantization", quantization)
+    for module in (stub("torchao"), quantization):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2")
-    (tmp_path / "c.json").write_text(json.dumps({"decode": SHORT}))
     (tmp_path / "text.txt").write_text("The tide comes in, and the tide goes out.\n\n" * 3)
-    line = f"run --suite decode --config {tmp_path / 'c.json'} --model {tiny_model_folder} --threads 1 --quantize int8"
-    assert command.main([*line.split(), "--output-dir", str(tmp_path), "--text", str(tmp_path / "text.txt")]) == 0
-    record = json.loads((tmp_path / "decode.json").read_text())
+    _, record = run_decode("--quantize", "int8", "--text", str(tmp_path / "text.txt"))
     assert precision(record) == "float32 with int8 weights (torchao 1.2)"
     found = record["quantized"]["perplexity"]
     assert found["int8"] == pytest.approx(AutoModelForCausalLM.from_pretrained(tiny_model_folder).config.vocab_size)
     assert found["unquantized"] != pytest.approx(found["int8"])
 
 
-def test_rounded_weights_are_named(tiny_model_folder, tmp_path, one_thread):
-    (tmp_path / "c.json").write_text(json.dumps({"decode": SHORT}))
-    line = f"run --suite decode --config {tmp_path / 'c.json'} --model {tiny_model_folder} --threads 1"
-    assert command.main([*line.split(), "--round-to", "bfloat16", "--output-dir", str(tmp_path)]) == 0
-    assert precision(json.loads((tmp_path / "decode.json").read_text())) == "float32 with bfloat16 weights"
-
-
-def test_rounded_weights_keep_their_dtype(bench):
+def test_rounded_weights_are_named_and_keep_their_dtype(run_decode, bench):
+    assert precision(run_decode("--round-to", "bfloat16")[1]) == "float32 with bfloat16 weights"
     expected = {name: weight.bfloat16().float() for name, weight in bench.model.state_dict().items()}
     bench.round_weights("bfloat16")
     for name, weight in bench.model.state_dict().items():
@@ -280,8 +240,7 @@ def test_rounded_weights_keep_their_dtype(bench):
         assert torch.equal(weight, expected[name])
 
 
-def test_quantising_needs_torchao(bench, monkeypatch, tmp_path, capsys, tiny_model_folder):
+def test_quantising_needs_torchao(run_decode, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    line = f"run --suite decode --model {tiny_model_folder} --quantize int8 --output-dir {tmp_path}"
-    assert command.main(line.split()) == 2
+    assert run_decode("--quantize", "int8") == (2, None)
     assert "pip install torchao" in capsys.readouterr().err

@@ -1,8 +1,6 @@
 """The scripts and the notebook in `examples/` run as they are, on tiny models."""
 
 import json
-import os
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from repository import in_two_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import (
@@ -127,11 +126,7 @@ def test_generate_dataset_in_one_process_and_in_two(tiny_model_folder, tmp_path,
     options = ["--model", str(tiny_model_folder), "--batch-size", "2", "--max-new-tokens", "6"]
     monkeypatch.setattr(sys, "argv", ["generate_dataset.py", str(source), str(tmp_path / "one"), *options])
     generate_dataset.main()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    path = os.pathsep.join([str(FOLDER.parent), *filter(None, sys.path)])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    script = str(FOLDER / "generate_dataset.py")
-    subprocess.run([*launcher, script, str(source), str(tmp_path / "two"), *options], env=environment, check=True)
+    in_two_processes(FOLDER / "generate_dataset.py", source, tmp_path / "two", *options)
     answers = []
     for output, num_files in (("one", 1), ("two", 2)):
         files = sorted((tmp_path / output).iterdir())

@@ -1,7 +1,7 @@
 """README and guides: snippets and commands run as written, references are complete, links resolve."""
 
 import ast
-import inspect
+import dataclasses
 import json
 import re
 import shlex
@@ -10,12 +10,13 @@ import pytest
 from repository import GUIDES, PAGES, ROOT, SNIPPETS
 from transformers import GenerationConfig
 
-from tide_hf import TIDEConfig, TIDEModelForCausalLM, TIDERouters
+from tide_hf import TIDEConfig, TIDERouters
 from tide_hf.cli import demo_model
 from tide_hf.cli.main import main
 from tide_hf.cli.parser import COMMANDS
-from tide_hf.generation import OPTIONS, TIDEGenerationMixin
+from tide_hf.generation import CALL_OPTIONS, TIDEGenerationMixin
 from tide_hf.hub import load as loading
+from tide_hf.model import AttachOptions
 
 LINKED = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "hub_kernels/README.md")),
@@ -95,16 +96,13 @@ def test_the_configuration_reference_names_every_field_option_and_argument_with_
     assert fields == {name: (said[name].replace("float or int", "float"), getattr(TIDEConfig, name)) for name in kinds}
 
     options = {name.strip("`"): read(default) for name, _, default, _ in rows_of("option")}
-    assert options == dict.fromkeys(OPTIONS)
-    assert not any(hasattr(GenerationConfig(), name) for name in OPTIONS)  # so that None is what a call gets
+    assert options == dict.fromkeys(CALL_OPTIONS)
+    assert not any(hasattr(GenerationConfig(), name) for name in CALL_OPTIONS)  # so that None is what a call gets
 
     arguments = {name.strip("`"): read(default) for name, _, default, _ in rows_of("argument")}
-    parameters = inspect.signature(TIDEModelForCausalLM.from_pretrained).parameters.values()
-    assert arguments == {one.name: one.default for one in parameters if one.kind is one.KEYWORD_ONLY}
-    attach = inspect.signature(TIDEModelForCausalLM.attach).parameters
-    assert {name: attach[name].default for name in arguments if name in attach} | {
+    assert arguments == {field.name: field.default for field in dataclasses.fields(AttachOptions)} | {
         "routers_revision": None
-    } == arguments
+    }
 
 
 def anchors_of(page):

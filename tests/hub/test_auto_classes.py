@@ -19,11 +19,11 @@ from tide_hf.routers.files import write_speculators
 def test_auto_classes_load_base_and_routers(on_hub):
     for source in ("org/base-tide", on_hub):
         own = TIDEModelForCausalLM.from_pretrained(source, mode="early_exit")
-        assert (own._tide.mode, own._tide.threshold_of("early_exit")) == ("early_exit", 0.8)
+        assert (own._tide.mode, own._tide.default_threshold) == ("early_exit", 0.8)
     model = AutoModelForCausalLM.from_pretrained("org/base-tide")
     assert all(isinstance(model, one) for one in (TIDEModelForCausalLM, LlamaForCausalLM))
     assert model.config._name_or_path == "org/base"
-    assert (model._tide.routers.exit_layers, model._tide.threshold_of("early_exit")) == ([1, 3], 0.8)
+    assert (model._tide.routers.exit_layers, model._tide.default_threshold) == ([1, 3], 0.8)
     tokenizer = AutoTokenizer.from_pretrained("org/base-tide")
     assert torch.equal(model.generate(**tokenizer(PROMPT, return_tensors="pt"), **OPTIONS), plain_answer())
     assert model.last_exit_stats.mode == "self_speculative"
@@ -41,11 +41,7 @@ def test_arguments_of_the_auto_class_reach_base_and_routers(
         repo.private = True
     options = {"revision": "next", "token": TOKEN}
     model = AutoModelForCausalLM.from_pretrained("org/base-tide", mode="early_exit", dtype="bfloat16", **options)
-    assert (model._tide.mode, model._tide.threshold_of("early_exit"), model.dtype) == (
-        "early_exit",
-        0.5,
-        torch.bfloat16,
-    )
+    assert (model._tide.mode, model._tide.default_threshold, model.dtype) == ("early_exit", 0.5, torch.bfloat16)
     assert torch.equal(model._tide.routers[1].router.down.weight, hub_routers[1].router.down.weight)  # never rounded
     with pytest.raises(ConfigurationError, match="invalid exit_threshold"):
         AutoModelForCausalLM.from_pretrained("org/base-tide", exit_threshold=-1.0, **options)
@@ -57,7 +53,7 @@ def test_routers_that_vllm_loads_too_are_loaded_by_their_name(model_hub, served_
     model_hub.add("org/served", tmp_path / "served")
     for source in ("org/served", tmp_path / "served"):
         model = AutoModelForCausalLM.from_pretrained(source, mode="early_exit")
-        assert (model._tide.mode, model._tide.threshold_of("post_hoc")) == ("early_exit", 0.8)
+        assert (model._tide.mode, model._tide.default_threshold) == ("early_exit", 0.8)
         assert (model._tide.routers.exit_layers, model._tide.routers.draft_head is None) == ([2], False)
         config, options = AutoConfig.from_pretrained(source, exit_threshold=0.5, return_unused_kwargs=True, other=1)
         assert (type(config), config.exit_threshold, options) == (TIDEConfig, 0.5, {"other": 1})

@@ -20,7 +20,7 @@ def test_a_revision_is_a_commit_or_a_branch(model_hub, on_hub):
     for revision in (old, "older"):
         assert TIDERouters.from_pretrained("org/base-tide", revision=revision).config.exit_threshold == 0.8
         model = TIDEModelForCausalLM.from_pretrained("org/base", routers="org/base-tide", routers_revision=revision)
-        assert model._tide.threshold_of("early_exit") == 0.8
+        assert model._tide.default_threshold == 0.8
     with pytest.raises(RoutersNotFoundError, match=r"no routers at org/base-tide: got .*Expected config\.json"):
         TIDERouters.from_pretrained("org/base-tide", revision="newer")
 

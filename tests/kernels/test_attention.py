@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from tide_hf.engines.gqa_attention import gqa_attention
 from tide_hf.kernels.cpu import attention, cpp_kernels
 from tide_hf.kernels.cpu.attention import MIN_QUERIES, decode_sdpa, is_faster, prefill_sdpa
-from tide_hf.kernels.cpu.cpp_kernels import DTYPES, build_kernels
+from tide_hf.kernels.cpu.cpp_kernels import CPU_DTYPES, build_kernels
 
 measure = attention._measure
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -46,7 +46,7 @@ def decode_tensors(shape, dtype=torch.float32, mask_rows=None):
     return query, key, value, mask, torch.tensor(filled)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_decode_attention_is_that_of_pytorch_and_rounds_alike_for_any_number_of_queries(on_some_cpu, dtype):
     for shape, mask_rows, scale in product(DECODE_SHAPES, (None, 1), (None, 0.3)):
         query, key, value, mask, filled = decode_tensors(shape, dtype, mask_rows)
@@ -81,7 +81,7 @@ def prefill_masks(shape):
     return [*([None] if queries == slots else []), causal[None, None], random, padded, transposed]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_prefill_attention_is_that_of_pytorch(on_some_cpu, dtype):
     build_kernels(dtype)
     for shape, scale in product(PREFILL_SHAPES, (None, 0.3)):

@@ -2,21 +2,21 @@
 
 import os
 import stat
-import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
-from torch._inductor import codecache
+from torch._inductor import codecache, config, cpp_builder
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tide_hf.common.errors import KernelError
 from tide_hf.engines.steps.graphs import compile_graph, traced
 from tide_hf.kernels import compile_cache
-from tide_hf.kernels.compile_cache import HEADERS, VARIABLE, compile_cache_folder, compiling
+from tide_hf.kernels.compile_cache import VARIABLE, compile_cache_folder, compiling
 
 _opened: list[str] = []
 
@@ -111,7 +111,6 @@ def test_a_callers_own_folder_is_used_if_nobody_else_can_write_to_it(home, monke
 def test_the_callers_cache_is_restored_after_an_error(home, monkeypatch, before):
     if before is not None:
         monkeypatch.setenv("TRITON_CACHE_DIR", before)
-    own = [getattr(codecache, name) for name in HEADERS]
     inductor = home / "inductor"
 
     def fail():
@@ -124,31 +123,45 @@ def test_the_callers_cache_is_restored_after_an_error(home, monkeypatch, before)
         fail()
     assert os.environ.get(VARIABLE) is None
     assert os.environ.get("TRITON_CACHE_DIR") == before
-    assert [getattr(codecache, name) for name in HEADERS] == own
+
+
+def test_headers_that_were_precompiled_elsewhere_are_forgotten(home, monkeypatch):
+    monkeypatch.setattr(codecache, "_HEADER_DIR", str(home.parent / "shared"))
+    monkeypatch.setattr(codecache, "_precompile_header", cache(lambda: codecache._HEADER_DIR))
+    assert codecache._precompile_header() == str(home.parent / "shared")
+    with compiling():
+        assert codecache._precompile_header() == str(home / "inductor" / "precompiled_headers")
 
 
 def test_headers_are_not_precompiled_where_their_folder_cannot_be_set(home, monkeypatch):
     monkeypatch.delattr(codecache, "_HEADER_DIR")
+    monkeypatch.setattr(config, "cpp_cache_precompile_headers", True)
     with compiling():
-        assert not torch._inductor.config.cpp_cache_precompile_headers
-    assert torch._inductor.config.cpp_cache_precompile_headers
+        assert not config.cpp_cache_precompile_headers
 
 
-def test_a_library_whose_linker_was_killed_is_removed(home):
-    folder = compile_cache_folder() / "ab"
-    folder.mkdir()
-    (folder / "source.c").write_text("int whole(void) { return 7; }")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "whole.so", folder / "source.c"], check=True)
-    whole, other = (folder / "whole.so").read_bytes(), folder / "other.main.so"
-    for content, is_whole in ((whole, True), (whole[:-1], False), (whole[:1000], False), (b"", False), (b"MZ", True)):
-        other.write_bytes(content)
-        compile_cache._remove_truncated.cache_clear()
-        with compiling():
-            assert other.exists() == is_whole
-    other.write_bytes(b"")
-    compile_cache._remove_truncated.cache_clear()
-    with FileLock(home / "inductor" / "locks" / "other.lock"), compiling():  # another process links it
-        assert other.exists()
+@pytest.mark.parametrize("kind", ["library", "header"])
+def test_what_a_killed_compiler_left_is_removed(home, monkeypatch, kind):
+    def kill(command, **_kwargs):
+        if "/precompiled_headers/" in command or kind == "library":
+            raise KeyboardInterrupt
+        Path(command.split(" -o ")[1].split()[0]).touch()  # the preprocessed header
+
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", kill)
+    with pytest.raises(KeyboardInterrupt), compiling(), config.patch(cpp_cache_precompile_headers=kind == "header"):
+        codecache.CppPythonBindingsCodeCache.load_pybinding([], f'extern "C" void kernel() {{}} // {kind}')
+    (building,) = compile_cache_folder().glob("*/*_CxxBuild")
+    name, endings = building.name.removesuffix("_CxxBuild"), ("gch",) if kind == "header" else ("o", "so")
+    files = [building.with_name(f"{one}.{ending}") for one in (name, "other") for ending in endings]
+    for file in files:
+        file.touch()
+    locks = (home / "inductor" if kind == "library" else building.parent) / "locks"
+    compile_cache._remove_unfinished.cache_clear()
+    with FileLock(locks / f"{name.partition('.')[0]}.lock"), compiling():
+        assert all(file.exists() for file in files)  # another process builds it
+    compile_cache._remove_unfinished.cache_clear()
+    with compiling():
+        assert [file for file in files if file.exists()] == files[len(endings) :]
 
 
 def test_graphs_are_compiled_into_the_folder_and_nothing_is_read_from_the_shared_one():

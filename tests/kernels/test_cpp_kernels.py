@@ -16,7 +16,7 @@ from threading import Event
 import pytest
 import torch
 from filelock import FileLock
-from torch._inductor import codecache
+from torch._inductor import codecache, config
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import KernelError
@@ -34,7 +34,8 @@ DTYPE = torch.float32
 LATER_PROCESS = """
 import torch
 from torch._inductor import codecache
-from tide_hf.kernels.cpu import cpp_kernels as kernels, weight_layouts
+from tide_hf.kernels.cpu import cpp_kernels as kernels
+from tide_hf.weights import layouts as weight_layouts
 kernels._built = None
 print(kernels.are_ready(torch.float32), kernels.are_ready(torch.bfloat16))
 if kernels.are_ready(torch.float32):
@@ -45,7 +46,7 @@ if kernels.are_ready(torch.float32):
 FIRST_CALL = """
 import sys, torch
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.kernels.cpu import weight_layouts
+from tide_hf.weights import layouts as weight_layouts
 weight_layouts._measured.update({
     (layout, torch.float32, torch.get_num_threads(), rows): seconds
     for rows in weight_layouts.PROBED_ROWS
@@ -53,7 +54,7 @@ weight_layouts._measured.update({
 })
 model = TIDEModelForCausalLM.from_pretrained(sys.argv[1])
 model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False)
-print({layout.__name__ for gate in model._tide.gates() for layout in gate.converted})
+print({layout.__name__ for gate in model._tide.weights.gates() for layout in gate.converted})
 """
 
 # What Inductor asks the compiler about this CPU's vectors, in a process that loads kernels first.
@@ -74,9 +75,16 @@ print(cpu_vec_isa.VecISA._avx_code in codes)
 pytestmark = pytest.mark.usefixtures("fresh_kernels")
 
 
+def forget_staged():
+    """Let builds be loaded as in a new process."""
+    for name in [name for name in sys.modules if name.startswith("staged_")]:
+        del sys.modules[name]
+
+
 @pytest.fixture
 def home(monkeypatch, tmp_path):
-    """An empty cache of kernels."""
+    """An empty cache of kernels, of which the process has loaded none."""
+    forget_staged()
     monkeypatch.setattr(kernels, "built_folder", BUILT_FOLDER)
     monkeypatch.setattr(kernels, "_built", BUILT)
     monkeypatch.setenv("TIDE_HF_HOME", str(tmp_path / "home"))
@@ -105,7 +113,7 @@ def copied(monkeypatch, shared_kernels):
     shared_kernels(DTYPE)
 
     def stage_cpu(folder, levels, values):
-        (dtype,) = (dtype for dtype, value in kernels.DTYPES.items() if [value] == values)
+        (dtype,) = (dtype for dtype, value in kernels.CPU_DTYPES.items() if [value] == values)
         variant = shared_kernels(dtype)
         return shutil.copytree(variant, folder / variant.name, ignore=shutil.ignore_patterns("__pycache__"))
 
@@ -122,8 +130,7 @@ def kept(home, copied, monkeypatch):
     finally:
         os.umask(umask)
     kernels._loaded.clear()
-    for name in [name for name in sys.modules if name.startswith("staged_")]:
-        del sys.modules[name]
+    forget_staged()
     (variant,) = BUILT_FOLDER(DTYPE).iterdir()
     return variant
 
@@ -186,14 +193,22 @@ def test_what_a_compiler_says_is_shown(home, script, caplog):
     assert "compiler failed: an \ufffd error" in caplog.text
 
 
-def test_a_build_that_cannot_be_loaded_is_not_kept_and_the_next_process_builds_again(home, copied, monkeypatch, caplog):
+NO_LIBRARY, DAMAGED_LIBRARY = b"exit 0\n", b'while [ "$1" != -o ]; do shift; done; echo damaged > "$2"\n'
+
+
+@pytest.mark.parametrize("wrong", [NO_LIBRARY, DAMAGED_LIBRARY], ids=["no library", "a damaged one"])
+def test_a_build_that_cannot_be_loaded_is_not_kept_and_the_next_process_builds_again(
+    home, copied, script, monkeypatch, caplog, wrong
+):
     with monkeypatch.context() as patch:
-        patch.setenv("CXX", "true")
+        script(wrong)
         patch.setattr(kernels.stage_module(), "stage_cpu", STAGE_CPU)
+        patch.setitem(STAGE_CPU.__globals__, "_unique_name", lambda *_: "not_loaded_yet")  # as in a new process
         assert not build_kernels(DTYPE)
         assert not list(home.glob("kernels/*/*"))
     assert "no C++ kernels for torch.float32, so PyTorch's own operations are used" in caplog.text
     kernels._loaded.clear()
+    monkeypatch.delenv("CXX")
     assert build_kernels(DTYPE)
 
 
@@ -469,7 +484,7 @@ def test_kernels_from_a_hub_serve_all_dtypes_and_are_not_built(published, monkey
     assert variant.is_relative_to(tmp_path / "cache")
     names = [*kernels.stage_module().CPU_SOURCES, "decoder_layer"]
     assert (facts["variant"], facts["ops"]) == (variant.name, dict.fromkeys(names, "cpu"))
-    assert all(map(are_ready, kernels.DTYPES))
+    assert all(map(are_ready, kernels.CPU_DTYPES))
 
 
 @pytest.mark.usefixtures("not_fetched_before")
@@ -534,6 +549,8 @@ def test_inductors_header_is_precompiled_while_the_first_graph_is_traced(home, m
         with compile_cache.compiling(), kernels.precompiling_header():
             assert begun.wait(60)
             traced.set()
+    with config.patch(cpp_cache_precompile_headers=False), kernels.precompiling_header():
+        pass
     headers = home / "inductor" / compile_cache.HEADER_FOLDER
     headers.mkdir()
     (headers / "some.h.gch").touch()

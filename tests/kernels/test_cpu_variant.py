@@ -29,34 +29,17 @@ REST = torch.randn(6, 16), torch.randn(7, 6), torch.randn(7, 6), torch.randn(6, 
 
 def samples():
     rows, heads, states = torch.randn(3, 5), torch.randn(1, 2, 4, 8), torch.randn(1, 4, 6)
+    cos, sin, mask = *torch.randn(2, 1, 4, 8), torch.ones(1, 1, 4, 5, dtype=torch.bool)
+    cache = torch.randn(1, 1, 5, 8)
+    first, last = (torch.ones(6), 1e-5, list(QKV), [], [], [], 0.0), (torch.ones(6), 1e-5, list(REST), None, [])
     return {
         "skinny_gemm": (rows, [torch.randn(7, 5), torch.randn(2, 5)], torch.randn(9), []),
         "groupwise_gemm": (rows, torch.ones(7, 1, 64, dtype=torch.uint8), torch.ones(7, 1), None),
         "decode_attention": (heads, heads, heads, torch.zeros(1, 1, 4, 4), torch.tensor(3), 0.5),
         "prefill_attention": (heads, heads, heads, None, 0.5),
-        "qkv_rope": (
-            states,
-            torch.ones(6),
-            1e-5,
-            list(QKV),
-            [],
-            [],
-            [],
-            0.0,
-            torch.randn(1, 4, 8),
-            torch.randn(1, 4, 8),
-        ),
-        "attention_mlp": (states, heads, heads, heads, None, None, 0.5, torch.ones(6), 1e-5, list(REST), None, []),
-        "decoder_layer": (
-            states,
-            torch.randn(1, 4, 8),
-            torch.randn(1, 4, 8),
-            torch.ones(1, 1, 4, 5, dtype=torch.bool),
-            torch.tensor(5),
-            *(torch.randn(1, 1, 5, 8) for _ in range(2)),
-            *(torch.ones(6), 1e-5, list(QKV), [], [], [], 0.0),
-            *(0.5, torch.ones(6), 1e-5, list(REST), None, []),
-        ),
+        "qkv_rope": (states, *first, cos, sin),
+        "attention_mlp": (states, heads, heads, heads, None, None, 0.5, *last),
+        "decoder_layer": (states, cos, sin, mask, torch.tensor(5), cache, cache.clone(), *first, 0.5, *last),
     }
 
 
@@ -177,7 +160,7 @@ def test_a_variant_for_the_hub_has_a_library_for_every_level(tmp_path):
     assert len(list(variant.glob("*.so"))) == len(levels)
     assert all(list(variant.glob(f"*_{level}.abi3.so")) for level in levels)
     module = stage.load_variant(variant)
-    for dtype in kernels.DTYPES:
+    for dtype in kernels.CPU_DTYPES:
         state, weight = torch.randn(3, 40).to(dtype), torch.randn(7, 40).to(dtype)
         found = module.skinny_gemm(state, [weight], None, [])
         torch.testing.assert_close(found, state @ weight.T, atol=1e-1, rtol=1e-2)

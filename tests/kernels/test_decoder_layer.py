@@ -7,7 +7,7 @@ import torch
 from quantized_weights import packed_int4, scaled
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from tide_hf.kernels.cpu.cpp_kernels import DTYPES, load_op
+from tide_hf.kernels.cpu.cpp_kernels import CPU_DTYPES, load_op
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 # Rows, width, D, heads, KV heads, head size, slots, inner size of the MLP.
@@ -66,7 +66,7 @@ def assert_near(found, exact, dtype):
     assert float(error) <= TOLERANCE[dtype] * float(exact.abs().max())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_queries_keys_and_values(on_some_cpu, dtype):
     torch.manual_seed(0)
     for (shape, kind), has_more in product(KINDS, (False, True)):
@@ -98,7 +98,7 @@ def masks(rows, width, slots, dtype):
     return [None, causal[None, None], padded, added]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_attention_and_mlp(on_some_cpu, dtype):
     torch.manual_seed(0)
     for (shape, kind), has_bias in product(KINDS, (False, True)):
@@ -130,7 +130,7 @@ def test_attention_and_mlp(on_some_cpu, dtype):
             assert_near(found, exact, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_a_layer_on_a_static_cache_is_both_with_keys_and_values_stored_between(on_some_cpu, dtype):
     torch.manual_seed(0)
     for (shape, kind), before in product(KINDS, (0, 4)):

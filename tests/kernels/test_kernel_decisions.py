@@ -51,7 +51,7 @@ def calls(monkeypatch, local_kernels):
     ids=["exits", "exits in the prompt", "drafts"],
 )
 def test_tokens_and_statistics_stay(tiny_llama, calls, monkeypatch, mode, config, options, called):
-    monkeypatch.setattr("tide_hf.engines.eager.perf_counter", iter(range(10**6)).__next__)
+    monkeypatch.setattr("tide_hf.engines.round_clock.perf_counter", iter(range(10**6)).__next__)
     results = []
     for use_kernels in (False, True):
         model = attached(tiny_llama().to(DEVICE), mode, use_kernels, **config)

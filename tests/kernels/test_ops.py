@@ -56,7 +56,7 @@ def test_use_kernels_is_false_auto_or_true(monkeypatch, tiny_model_folder):
         TIDEModelForCausalLM.from_pretrained("no/such/model", use_kernels="always")
     monkeypatch.setattr(ops, "_obstacle", None)  # the device does not matter
     model = TIDEModelForCausalLM.from_pretrained(tiny_model_folder, use_kernels=False)
-    assert pickle.loads(pickle.dumps(model._tide.unembed.ops)) is ops.PLAIN
+    assert pickle.loads(pickle.dumps(model._tide.unembed.ops)) is ops.WITHOUT_KERNELS
 
 
 @on_cpu

@@ -7,6 +7,7 @@ from functools import reduce
 
 import pytest
 import torch
+from draft_heads import draft_head_for
 from families import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ RECORD = {
         "3": {"agreement": 0.5, "cost": 0.5, "coverage": {"0.99": 0.1, "0.90": 0.5}},
     },
     "threshold": {"tolerance": 0.01, "confidence": 0.95, "chosen": 0.9},
+    "draft_head": {"agreement": 0.5, "parameters": 9, "epochs": 2, "curve": [{"tokens": 9, "agreement": 0.5}]},
     "tolerances": [
         {"tolerance": 0.005},
         TOLERANCE,
@@ -51,20 +53,27 @@ def layer_with(**figures):
 BAD_RECORDS = [
     7,
     {"exit_layers": {"../1": {"agreement": 0.5}}},
+    {"exit_layers": {"9" * 4000: {"agreement": 0.5}}},
     layer_with(agreement="high"),
     layer_with(agreement=7),
     layer_with(cost=10**400),
     layer_with(coverage=3),
     {"threshold": None},
-    {"draft_head": {"agreement": 0.5, "threshold": {"tolerance": "small", "confidence": 0.9, "chosen": 0.9}}},
     {"threshold": {}},
     {"threshold": {"tolerance": "a", "confidence": None, "chosen": 0.5}},
     {"tolerances": 7},
     {"tolerances": [{}]},
     {"tolerances": [TOLERANCE | {"depth_fraction": []}]},
     {"tolerances": [TOLERANCE | {"interval": [0.1]}]},
+    {"tolerances": [TOLERANCE | {"interval": [0.1, float("nan")]}]},
+    {"threshold": {"tolerance": 0.01, "confidence": 0.95, "chosen": float("nan")}},
+    {"threshold": {"tolerance": 0.01, "confidence": None, "chosen": 0.5}},
     {"num_documents": -1},
     {"draft_head": {"agreement": 0.5, "documents_before": 2**64}},
+    {"draft_head": {"agreement": 0.5, "documents_before": None}},  # to which `calibrate` adds
+    {"draft_head": {"agreement": 0.5, "parameters": "many"}},
+    {"draft_head": {"agreement": 0.5, "parameters": 9, "epochs": []}},
+    {"draft_head": {"agreement": 0.5, "curve": [{"tokens": 9, "agreement": float("nan")}]}},
 ]
 
 
@@ -82,7 +91,6 @@ BAD_RECORDS = [
         {"draft_vocab_size": 0},
         {"exit_threshold": 10**400},
         {"exit_threshold": "high"},
-        {"draft_exit_threshold": -0.5},
         {"compaction_threshold": float("nan")},
         {"exit_strategy": "magic"},
         {"kv_cache_strategy": "forget"},
@@ -95,6 +103,7 @@ BAD_RECORDS = [
         {"architectures": ["LlamaForCausalLM"]},
         {"model_type": "llama"},
         *({"calibration": record} for record in BAD_RECORDS),
+        *({"draft_head": shape} for shape in (7, [], {}, {"hidden_size": 32})),
         {"some_new_field": 1},
     ],
     ids=lambda fields: repr(fields)[:60],
@@ -110,6 +119,7 @@ def test_values_that_are_refused(fields):
     [
         {"calibration": None},
         {"calibration": RECORD},
+        {"calibration": {"heads": {"1": {"loss": float("inf")}}}},  # which nothing reads
         {"calibration": {"num_documents": 0, "draft_head": {"agreement": 1.0, "documents_before": 2**63}}},
         {"exit_threshold": 0, "compaction_threshold": 0.0},
         {"base_model_name_or_path": "x" * 1024, "base_model_revision": "v1.0/a-b+c"},
@@ -124,6 +134,42 @@ def test_values_that_are_accepted(fields):
     for name, value in fields.items():
         assert name == "dtype" or getattr(config, name) == value
     assert TIDEConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("hidden_size", 2**21, f"hidden_size of {2**21} is not a whole number from 1 to {2**20}"),
+        ("draft_vocab_size", 0, f"draft_vocab_size of 0 is not a whole number from 1 to {2**24}"),
+        ("head_dim", True, "'head_dim' expected int, got bool"),
+        ("qk_norm", 1, "'qk_norm' expected bool, got int"),
+        ("hidden_act", "exec", "'hidden_act' expected one of"),
+        ("tap_layers", [3, 1], r"tap_layers of \[3, 1\] are not 1 to 16 ascending"),
+        ("tap_layers", [], r"tap_layers of \[\] are not"),
+        ("tap_layers", [-1], "are not 1 to 16 ascending numbers of layers"),
+        (
+            "tap_layers",
+            [4, 5],
+            r"invalid tap_layers in draft_head: got \[4, 5\]. Expected layers of a model that has 4",
+        ),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps of nan is not a small positive number"),
+        ("num_key_value_heads", 3, "num_key_value_heads of 3 does not divide"),
+        ("rope_parameters", {"rope_type": "exec"}, "are not numbers and a rope_type of"),
+        ("rope_parameters", {"factor": [[1]]}, "are not numbers"),
+        ("target_hidden_size", 64, "invalid target_hidden_size in draft_head: got 64. Expected 32, the base model's"),
+        (
+            "another",
+            1,
+            "invalid draft_head: got .*unexpected keyword argument 'another'.* Expected fields of hidden_size",
+        ),
+    ],
+)
+def test_draft_heads_that_are_refused(field, value, message):
+    fields = draft_head_for(tiny_model("llama")).config.to_dict()
+    fields["draft_head"][field] = value
+    with pytest.raises(ConfigurationError, match=message) as refused:
+        TIDEConfig.from_dict(fields)
+    assert "Load the head again" in str(refused.value)
 
 
 def paths(value, path=()):

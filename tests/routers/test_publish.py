@@ -1,7 +1,5 @@
 """What is uploaded: routers with their card, by their method and by the command."""
 
-import sys
-
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -11,12 +9,6 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.cli import main as cli
 from tide_hf.common.errors import ConfigurationError, HubError
 from tide_hf.routers.eagle3 import read_foreign
-
-
-@pytest.fixture
-def without_matplotlib(monkeypatch):
-    """Cards without plots take less time."""
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
 
 def test_push_to_hub_uploads_routers_and_their_card(model_hub, hub_routers, tmp_path):

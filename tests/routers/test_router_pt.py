@@ -31,13 +31,6 @@ def published(hidden_size=32, bottleneck=16, positions=(1, 2)):
     return {"hidden_dim": hidden_size, "bottleneck_dim": bottleneck, "router_layers": layers}
 
 
-def with_down_weight(change):
-    """A published file of which one weight is changed."""
-    state = published(positions=(1,))
-    weights = state["router_layers"][1]
-    return {**state, "router_layers": {1: {**weights, "down.weight": change(weights["down.weight"])}}}
-
-
 def test_published_positions_become_exit_layers_with_the_published_scores(model, tmp_path):
     state = published(positions=(1, 2, 3))  # one behind the last layer, which is left out
     torch.save(state, tmp_path / "router.pt")
@@ -71,35 +64,12 @@ def test_code_in_a_router_pt_does_not_run(model, tmp_path, monkeypatch):
         lambda: {**published(), "router_layers": {"a": {}}},
         lambda: {"hidden_dim": 32},
         lambda: [1, 2],
-        lambda: with_down_weight(lambda weight: weight.to_sparse()),
-        lambda: with_down_weight(lambda weight: weight.to("meta")),
-        lambda: with_down_weight(lambda weight: weight.to(torch.complex64)),
-        lambda: with_down_weight(lambda weight: torch.quantize_per_tensor(weight, 1.0, 0, torch.qint8)),
-        lambda: with_down_weight(lambda weight: torch.nested.nested_tensor([weight])),
     ],
 )
-@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's, that such tensors may change
-def test_other_content_than_dense_weights_that_fit_is_refused(model, tmp_path, make):
+def test_other_content_than_weights_that_fit_is_refused(model, tmp_path, make):
     torch.save(make(), tmp_path / "router.pt")
     with pytest.raises(RoutersFileError, match=r"got .*Expected hidden_dim, bottleneck_dim and router_layers"):
         TIDERouters.from_router_pt(tmp_path / "router.pt", model)
-
-
-def test_a_damaged_router_pt_is_refused_or_loads_as_it_was(model, tmp_path):
-    file = tmp_path / "router.pt"
-    torch.save(published(), file)
-    content = file.read_bytes()
-    whole = TIDERouters.from_router_pt(file, model).state_dict()
-    for position in (*range(0, len(content), 197), content.index(b"hidden_dim")):
-        file.write_bytes(content[:position])
-        with pytest.raises(RoutersFileError):
-            TIDERouters.from_router_pt(file, model)
-        file.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
-        try:
-            found = TIDERouters.from_router_pt(file, model).state_dict()  # padding and dates may change
-        except RoutersFileError:
-            continue
-        assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
 def test_layers_out_of_range_and_missing_files_are_refused(model, tmp_path):

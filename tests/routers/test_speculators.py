@@ -55,11 +55,6 @@ def test_a_head_is_written_as_it_was_read(name, tmp_path):
     assert written["speculators_config"].keys() == original["speculators_config"].keys()
 
 
-def test_routers_without_a_draft_head_cannot_be_written(tmp_path):
-    with pytest.raises(ConfigurationError, match="there is no draft head to write: got routers without one"):
-        write_speculators(TIDERouters.for_model(base_model(), exit_layers=[2]), tmp_path)
-
-
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "norm_output": True}, {"tap_layers": [1, 4]}])
 def test_saved_routers_are_what_vllm_loads_and_load_as_they_were(changes, tmp_path):
     """vLLM takes the config of `model_type` "speculators", and every safetensors file at the top of the folder."""
@@ -95,10 +90,16 @@ def test_a_head_for_the_whole_vocabulary_has_no_map_of_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("had_head", "has_head", "number"),
-    [(True, True, 0), (True, True, 1), (True, True, 2), (False, True, 1), (False, True, 2), (True, False, 1)],
+    [
+        *((True, True, number) for number in range(4)),
+        (False, True, 2),
+        (False, True, 3),
+        (True, False, 1),
+        (True, False, 2),
+    ],
 )
 def test_a_killed_save_leaves_the_old_routers_or_the_new(had_head, has_head, number, tmp_path, monkeypatch):
-    """Of a save with a draft head the second file, and of one without it the first, is what makes the routers new."""
+    """Of a save with a draft head the third file, and of one without it the second, is what makes the routers new."""
     plain = TIDERouters.for_model(base_model(), exit_layers=[1])
     old, new = routers_of(0) if had_head else plain, routers_of(1) if has_head else plain
     with torch.no_grad():
@@ -109,7 +110,7 @@ def test_a_killed_save_leaves_the_old_routers_or_the_new(had_head, has_head, num
         stop_at(number, patch)
         with pytest.raises(KeyboardInterrupt):
             new.save_pretrained(tmp_path)
-    assert_same(TIDERouters.from_pretrained(tmp_path), new if number > has_head else before)
+    assert_same(TIDERouters.from_pretrained(tmp_path), new if number > 1 + has_head else before)
     new.save_pretrained(tmp_path)
     assert_same(TIDERouters.from_pretrained(tmp_path), new)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors", *(["tide"] if has_head else [])]
@@ -120,13 +121,13 @@ def test_a_killed_save_leaves_the_old_routers_or_the_new(had_head, has_head, num
 def test_a_save_removes_what_former_ones_left_and_nothing_else(tmp_path):
     routers_of().save_pretrained(tmp_path)
     old = others_of(tmp_path)
-    left, young, mine = (
-        old.with_name(name)
-        for name in (f"{old.name}.7.unfinished", f"{'a' * 64}.safetensors.7.unfinished", "mine.safetensors")
-    )
-    for file in (left, young, mine):
+    names = (f"{old.name}.7.unfinished", f"{'a' * 64}.safetensors.7.unfinished", "mine.safetensors")
+    names += (f"{'b' * 64}.json.7.unfinished", f"{'b' * 64}.json")
+    left, young, mine, unfinished, copy = map(old.with_name, names)
+    for file in (left, young, mine, unfinished, copy):
         file.write_text("")
     os.utime(left, (0, 0))
+    os.utime(unfinished, (0, 0))
     routers = routers_of()
     with torch.no_grad():
         routers[2].router.up.bias.fill_(3)

@@ -1,6 +1,7 @@
 """N-grams and the hybrid drafter, without a model; and a head that drafts after tokens of another source."""
 
 import random
+from itertools import groupby
 
 import pytest
 import torch
@@ -12,9 +13,8 @@ from hypothesis import strategies as st
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.speculation.answer_memory import AnswerMemory
 from tide_hf.speculation.drafters import MAX_NGRAM, HybridDrafter, NgramIndex
-from tide_hf.speculation.engine import UNREAD, Draft, Piece
+from tide_hf.speculation.drafts import Accepted, Draft, num_shared
 from tide_hf.speculation.policy import AcceptanceTable, CostTable
-from tide_hf.speculation.prefill import num_shared
 
 
 @settings(max_examples=100, deadline=None)
@@ -35,19 +35,22 @@ class CountingEngine:
 
     def __init__(self, *scores, head_layer=None, reads_drafts=True):
         self.scores, self.head_layer, self.reads_drafts = scores, head_layer, reads_drafts
-        self.fed, self.unread, self.rolled_back = [], [], False
+        self.drafted, self.unread = [], []
 
-    def draft(self, exit_layer, drafted):
+    def draft(self, exit_layer, drafted, num_tokens=1):
         assert exit_layer == 2
-        self.fed.append([len(row) for row in drafted])
-        score = self.scores[min(len(self.fed), len(self.scores)) - 1]
-        return [row[-1] + 1 if row else 3 for row in drafted], [score] * len(drafted)
+        if not self.reads_drafts:
+            self.unread.append(num_tokens)
+            return [[-1] * num_tokens for _ in drafted], []
+        self.drafted.append([len(row) for row in drafted])
+        score = self.scores[min(len(self.drafted), len(self.scores)) - 1]
+        return [[row[-1] + 1 if row else 3] for row in drafted], [score] * len(drafted)
 
-    def draft_unread(self, exit_layer, num_tokens):
-        self.unread.append((exit_layer, num_tokens))
 
-    def rollback(self):
-        self.rolled_back = True
+def pieces(draft):
+    """The sources of a chain with their exit layers, and how many tokens each wrote in a row."""
+    groups = groupby(draft.nodes, key=lambda node: (node.source, node.exit_layer))
+    return [(source, len(list(group)), exit_layer) for (source, exit_layer), group in groups]
 
 
 CHEAP = {("verify", 1): 10.0, ("verify", 16): 10.0, ("draft", 2): 1.0}
@@ -68,10 +71,10 @@ def drafter(prompts, prior=None, engine=None, milliseconds=CHEAP, **acceptances)
 def test_n_grams_draft_from_the_text_of_each_row():
     one = drafter([[1, 2, 3] * 3, [4, 5, 6], [7, 8] * 4])
     first, *others = one.draft([0, 1, 2], [4, 3, 2])
-    assert first.pieces == [Piece("5-gram", 4)]
+    assert pieces(first) == [("5-gram", 4, 0)]
     assert [draft.tokens for draft in (first, *others)] == [[1, 2, 3, 1], [], [7, 8]]  # also past the text's end
     assert [draft.tokens for draft in one.draft([2, 0], [2, 0])] == [[7, 8], []]
-    one.observe(0, first, [7], 0)
+    one.observe(0, first, Accepted([7]))
     assert one.indexes[0].tokens[-1] == 7
 
 
@@ -81,8 +84,7 @@ def test_a_low_exit_score_ends_the_drafts_of_a_head(scores, expected):
     first, second = drafter([[101, 102, 103], [104, 105, 106]], 0.9, engine).draft([0, 1], [5, 1])
     assert first.tokens == list(range(3, 3 + expected))
     assert second.tokens == [3]
-    assert first.exit_layer_of(0) == 2
-    assert engine.rolled_back
+    assert first.nodes[0].exit_layer == 2
 
 
 @pytest.mark.parametrize(("ngram", "by_head"), [(0.1, 3), (0.9, 1)])
@@ -91,8 +93,8 @@ def test_n_grams_continue_after_a_head_where_they_are_likelier_accepted(ngram, b
     prompt = [2, 3, 4, 5, 6, 7, 8, 9, 10, 99]
     (draft,) = drafter([prompt], 0.6, CountingEngine(0.9), ngram=ngram, head=0.6).draft([0], [7])
     assert draft.tokens == [3, 4, 5, 6, 7, 8, 9]
-    assert draft.pieces[0] == Piece("exit layer 2", by_head, 2)
-    assert [draft.exit_layer_of(position) for position in range(7)] == [2] * by_head + [0] * (7 - by_head)
+    assert pieces(draft)[0] == ("exit layer 2", by_head, 2)
+    assert [node.exit_layer for node in draft.nodes] == [2] * by_head + [0] * (7 - by_head)
 
 
 REPEATED = [1, 2, 3, 4] * 3
@@ -111,16 +113,16 @@ REPEATED = [1, 2, 3, 4] * 3
 )
 def test_a_head_continues_after_n_grams_while_the_pass_has_room(engine, prompts, limits, continues):
     drafts = drafter(prompts, 0.5, engine, FIVE_AT_ONCE, ngram=0.8, head=0.5).draft([*range(len(prompts))], limits)
-    assert drafts[0].pieces == [Piece("5-gram", 3), *([Piece("exit layer 2", 1, 2)] if continues else [])]
-    assert engine.fed == ([[3]] if continues else [])
+    assert pieces(drafts[0]) == [("5-gram", 3, 0), *([("exit layer 2", 1, 2)] if continues else [])]
+    assert engine.drafted == ([[3]] if continues else [])
 
 
 def test_a_head_whose_drafts_are_not_read_runs_once():
     engine = CountingEngine(0.9, reads_drafts=False)
     drafts = drafter([[1, 2, 3], [4, 5, 6]], 0.9, engine).draft([0, 1], [5, 1])
-    assert [draft.tokens for draft in drafts] == [[UNREAD] * 5, [UNREAD]]
-    assert drafts[0].pieces == [Piece("exit layer 2", 5, 2)]
-    assert (engine.unread, engine.fed) == ([(2, 5)], [])
+    assert [draft.tokens for draft in drafts] == [[-1] * 5, [-1]]
+    assert pieces(drafts[0]) == [("exit layer 2", 5, 2)]
+    assert (engine.unread, engine.drafted) == ([5], [])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_each_source_is_judged_by_its_own_piece(n_matches, expected):
     one = drafter([[1, 2, 3]], 0.5, CountingEngine(1.0))
     draft = Draft().add([4, 5], "5-gram").add([6], "exit layer 2", 2)
     before = {source: one.acceptances.probability(source) for source in expected}
-    one.observe(0, draft, [4, 5, 7][: n_matches + 1], n_matches)
+    one.observe(0, draft, Accepted([4, 5, 7][: n_matches + 1], [*range(n_matches)]))
     for source, rises in expected.items():
         after = one.acceptances.probability(source)
         assert (after == before[source]) if rises is None else ((after > before[source]) == rises)
@@ -146,14 +148,14 @@ def test_acceptances_carry_over_to_later_calls_and_return_to_the_prior():
     one = new_call()
     assert learned["exit layer 2"] == 0.5
     for _ in range(20):
-        one.observe(0, Draft().add([9], "exit layer 2", 2), [8], 0)
+        one.observe(0, Draft().add([9], "exit layer 2", 2), Accepted([8]))
     found = learned["exit layer 2"]
     assert found < 0.2
     assert new_call().acceptances.probability("exit layer 2") == pytest.approx(found + 0.05 * (0.5 - found))
     for _ in range(40):
         one = new_call()
     assert learned["exit layer 2"] > 0.4
-    one.observe(0, Draft().add([9], "exit layer 2", 2), [9, 8], 1)
+    one.observe(0, Draft().add([9], "exit layer 2", 2), Accepted([9, 8], [0]))
     assert learned["exit layer 2"] > 0.45
 
 
@@ -161,7 +163,7 @@ def test_a_rejected_head_is_tried_again_in_the_same_answer():
     one, drafts = drafter([[5]], 0.3, CountingEngine(0.9)), []
     for token in range(100, 200):
         (draft,) = one.draft([0], [15])
-        one.observe(0, draft, [token], 0)
+        one.observe(0, draft, Accepted([token]))
         drafts.append(bool(draft.tokens))
     assert not all(drafts)
     assert any(drafts[drafts.index(False) :])  # nothing is observed where nothing is drafted
@@ -174,17 +176,17 @@ NEARLY_FLAT = {("verify", 1): 10.0, ("verify", 2): 10.5, ("verify", 16): 14.0}
 def decode(prompt, answer, memory, learned):
     """Decode a known answer, which is then remembered; return the pieces drafted, passes, and wrong draft tokens."""
     table = cost_table(NEARLY_FLAT, 10)
-    one, done, pieces, passes, wrong = HybridDrafter([prompt], lambda _: table, {}, None, learned, memory), 1, [], 0, 0
-    one.observe(0, Draft(), answer[:1], 0)
+    one, done, drafted, passes, wrong = HybridDrafter([prompt], lambda _: table, {}, None, learned, memory), 1, [], 0, 0
+    one.observe(0, Draft(), Accepted(answer[:1]))
     while done < len(answer):
         (draft,) = one.draft([0], [len(answer) - done - 1])
         n_matches = num_shared(draft.tokens, answer[done:])
         new = answer[done : done + n_matches + 1]
-        one.observe(0, draft, new, n_matches)
-        done, passes, pieces = done + len(new), passes + 1, pieces + draft.pieces
+        one.observe(0, draft, Accepted(new, [*range(n_matches)]))
+        done, passes, drafted = done + len(new), passes + 1, drafted + pieces(draft)
         wrong += len(draft.tokens) - n_matches
     memory.add(prompt, answer)
-    return pieces, passes, wrong
+    return drafted, passes, wrong
 
 
 def fresh(seed, num_tokens=60):
@@ -203,7 +205,7 @@ def test_an_answer_that_was_given_before_takes_a_few_passes():
     assert max(passes for _, passes, _ in again) < 20
     assert again[-1][1] <= 6
     assert sum(wrong for *_, wrong in again) == 0
-    assert {piece.source for piece in again[-1][0]} == {"remembered 32-gram"}
+    assert {source for source, *_ in again[-1][0]} == {"remembered 32-gram"}
     assert decode(*texts[0], AnswerMemory(0), {})[1] == first[0][1]
 
 
@@ -226,13 +228,13 @@ def test_a_memory_is_judged_while_it_does_not_draft_and_drafts_once_it_has_been_
     memory.add(prompt, answer)
     one, rates, drafts = drafter([prompt], milliseconds=NEARLY_FLAT), [], []
     one.memory = memory
-    one.observe(0, Draft(), answer[:1], 0)
+    one.observe(0, Draft(), Accepted(answer[:1]))
     for token in [*answer[1:6], 8, 8, *answer[:20]]:
         drafts += one.draft([0], [15])
-        one.observe(0, Draft(), [token], 0)
+        one.observe(0, Draft(), Accepted([token]))
         rates.append(one.acceptances.probability("remembered 32-gram"))
-    assert drafts[0].pieces == []
-    assert [piece.source for draft in drafts[1:6] for piece in draft.pieces] == ["remembered 32-gram"] * 5
+    assert drafts[0].nodes == []
+    assert [source for draft in drafts[1:6] for source, *_ in pieces(draft)] == ["remembered 32-gram"] * 5
     assert rates[:5] == sorted(set(rates[:5]))
     assert rates[5] < rates[4]
     assert set(rates[6:]) == {rates[5]}  # what had nothing to offer is not judged
@@ -277,14 +279,13 @@ def test_a_head_processes_tokens_of_another_source_together_as_one_by_one(family
             others, before = [[5 + row, 9] for row in rows], self.engine.layers_executed
             together = self.engine.draft(2, others)
             assert self.engine.layers_executed - before == 2 * len(rows)
-            self.engine.rollback()
+            self.engine._forget_drafts()
             for length in range(3):
                 one_by_one = self.engine.draft(2, [tokens[:length] for tokens in others])
-            self.engine.rollback()
             found.append((together, one_by_one))
             return [Draft() for _ in rows]
 
-    model._tide.make_drafter = lambda _, prompts, engine: TwoWays(prompts, engine, 2, 1)
+    model._tide.make_drafter = lambda _, call, engine: TwoWays(call.prompts, engine, 2, 1)
     assert torch.equal(model.generate(ids, **options), expected)
     assert len(found) > 2
     for together, one_by_one in found:

@@ -228,11 +228,11 @@ def test_on_any_machine_a_first_short_answer_loses_little():
         assert sum(first) <= 1.15 * len(first), number
 
 
-def test_where_drafts_lose_the_drafter_rests_and_keeps_its_word():
+def test_where_drafts_lose_drafting_is_paused_and_nothing_is_drafted_then():
     machine = Machine(1.0, 0.4, 0.8, 0.1, 0.03, head=0.2, sharpness=0.9, boast=3.0, copying=0.0, copied=3)
-    rests = []
-    costs = costs_of_tokens(random.Random(0), machine, num_answers=2, length=400, change=0.0, rests=rests)
-    assert 0.5 * len(costs) < sum(rests) < len(costs)
+    pauses = []
+    costs = costs_of_tokens(random.Random(0), machine, num_answers=2, length=400, change=0.0, pauses=pauses)
+    assert 0.5 * len(costs) < sum(pauses) < len(costs)
 
 
 def test_where_drafts_pay_they_are_made():

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import LAYERS, VOCAB, tiny_model
 from on_steps import ATTACH, linear_heads, prompts
@@ -12,7 +11,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.common.draft_streamer import DraftStreamer
 from tide_hf.common.token_sources import DRAFT_HEAD, FULL_PASS, kind_of
-from tide_hf.speculation.engine import Draft
+from tide_hf.speculation.drafts import Draft
 
 NEW, PROMPT = 14, 8
 OPTIONS = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -23,8 +22,6 @@ class TwoSources:
 
     def __init__(self, continuations):
         self.continuations, self.generated = continuations, [0] * len(continuations)
-
-    rests = False
 
     def draft(self, rows, limits):
         return [self._draft(row, limit) for row, limit in zip(rows, limits, strict=True)]
@@ -37,8 +34,8 @@ class TwoSources:
             draft.add([(self.continuations[row][start + len(right)] + 1) % VOCAB], "rejected source")
         return draft
 
-    def observe(self, row, draft, new_tokens, n_matches):
-        self.generated[row] += len(new_tokens)
+    def observe(self, row, draft, accepted):
+        self.generated[row] += len(accepted.tokens)
 
 
 def new_tokens(model, batch, **options):
@@ -92,18 +89,6 @@ def test_a_row_that_ended_has_as_many_sources_as_tokens(criteria):
     lengths = [row.index(end) + 1 if end in row else NEW for row in plain]
     assert [len(row) for row in model.last_exit_stats.sources] == lengths
     assert min(lengths) < NEW
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_tokens_that_exit_with_the_draft_head_are_its_own(rows):
-    model = tiny_model("llama")
-    routers = draft_head_for(model)
-    routers.draft_head.confidence.data = torch.tensor([8.0, 28.0])  # spreads the scores
-    TIDEModelForCausalLM.attach(model, routers, mode="early_exit")
-    new_tokens(model, prompts(rows), exit_threshold=0.4)
-    stats = model.last_exit_stats
-    assert stats.sources == [[DRAFT_HEAD if depth == 0 else FULL_PASS for depth in row] for row in stats.per_token]
-    assert stats.accepted == sum(row.count(DRAFT_HEAD) for row in stats.sources) > 0
 
 
 @pytest.mark.parametrize("mode", ["early_exit", "post_hoc"])

@@ -16,6 +16,6 @@ def shared_builds(folder):
         with FileLock(home / "lock"):
             for metadata in home.glob("*/metadata.json"):  # written last
                 return metadata.parent
-            return stage.stage_cpu(home, [level], [kernels.DTYPES[dtype]])
+            return stage.stage_cpu(home, [level], [kernels.CPU_DTYPES[dtype]])
 
     return built

@@ -8,7 +8,7 @@ import torch
 from families import tiny_model
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.speculation.engine import Draft
+from tide_hf.speculation.drafts import Draft
 
 VOCAB, LENGTH, SAMPLES = 5, 3, 4000
 WARPERS = {"do_sample": True, "temperature": 0.8, "top_k": 4, "eos_token_id": None}
@@ -18,12 +18,10 @@ PROMPT = torch.tensor([[1, 3, 2, 4]])
 class BadDrafter:
     """Drafts the same two tokens every round; the first of them is likely now and then."""
 
-    rests = False
-
     def draft(self, rows, limits):
         return [Draft().add([2, 1][:limit], "script") for limit in limits]
 
-    def observe(self, row, draft, new_tokens, n_matches):
+    def observe(self, row, draft, accepted):
         pass
 
 

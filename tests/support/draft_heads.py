@@ -12,19 +12,13 @@ from tide_hf.base_model.hooks import hook_layers
 from tide_hf.base_model.structure import find_structure
 from tide_hf.base_model.unembed import Unembed
 from tide_hf.calibration.documents import token_batch
-from tide_hf.calibration.draft_head import TappedBatch
+from tide_hf.calibration.draft_head_training import TappedBatch
 from tide_hf.calibration.states import StateReader
 from tide_hf.routers.routers import TIDERouters
 
 REFERENCE = Path(__file__).parents[1] / "routers" / "eagle3_reference"
 HEADS = ("llama", "qwen3", "plain")
-SHAPE = {
-    **{"hidden_size": 0, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
-    **{"draft_vocab_size": 0, "tap_layers": [], "target_hidden_size": 0, "rms_norm_eps": 1e-5, "hidden_act": "silu"},
-    **{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "max_position_embeddings": 256},
-    **dict.fromkeys(("attention_bias", "mlp_bias", "qk_norm", "norm_before_residual", "norm_before_fc"), False),
-    **dict.fromkeys(("fc_norm", "norm_output", "has_embedding"), False),
-}
+SHAPE = {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
 
 def base_model(**changes):
@@ -38,7 +32,7 @@ def draft_head_for(model, seed=0, **changes):
     structure = find_structure(model)
     size, layers = structure.hidden_size, structure.num_layers
     shape = SHAPE | {"hidden_size": size, "target_hidden_size": size, "draft_vocab_size": structure.vocab_size}
-    shape |= {"tap_layers": [0, layers // 2, layers]} | changes
+    shape |= {"tap_layers": [0, layers // 2, layers], "max_position_embeddings": 256} | changes
     torch.manual_seed(seed)
     routers = TIDERouters.for_model(model, exit_layers=[2], draft_head=shape)
     for parameter in routers.draft_head.parameters():
@@ -60,16 +54,8 @@ def original_format(folder: Path, *, pickled: bool = True) -> None:
         save_file(tensors, folder / "model.safetensors")
 
 
-def most_likely(logits):
-    """The top-1 token of (vocabulary) logits."""
-    return int(logits.argmax())
-
-
-def drafts_after(model, text, width, threshold=0.0, choose=most_likely):
-    """What the head drafts after a text without padding, while scores reach a threshold; all K/V are filled at once.
-
-    `choose` picks a token from its logits over the whole vocabulary.
-    """
+def drafts_after(model, text, width):
+    """What the head drafts after a text without padding; all K/V are filled at once."""
     head, ids, structure, states = model._tide.routers.draft_head, torch.tensor([text]), find_structure(model), {}
     embed = head.embed_tokens or model.get_input_embeddings()
     embeddings = embed(ids)
@@ -84,12 +70,9 @@ def drafts_after(model, text, width, threshold=0.0, choose=most_likely):
     fused = head.fuse(torch.cat([states[layer] for layer in head.config.tap_layers], dim=-1))
     kv, last = DynamicLayer(), len(text) - 1
     head.store(embeddings[:, 1:last], fused[:, : last - 1], torch.arange(1, last)[None], kv)
-    state, token, drafted = fused[:, last - 1 : last], ids[:, -1:], []
+    state, token, drafted = fused[:, last - 1 : last], ids[:, -1], []
     for step in range(width):
-        logits, state = head.read(head(embed(token), state, torch.tensor([[last + step]]), kv, None))
-        if head.score(logits.log_softmax(dim=-1).max()) < threshold:
-            break
-        token = torch.tensor([[choose(head.whole_vocab(logits, model._tide.structure.vocab_size)[0])]])
+        token, _, state = head.draft(head(embed(token)[:, None], state, torch.tensor([[last + step]]), kv, None))
         drafted.append(int(token))
     return drafted
 

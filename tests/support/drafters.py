@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from tide_hf import TIDERouters
+from tide_hf.engines.static import UNREAD
 from tide_hf.speculation.attachment import Attachment
-from tide_hf.speculation.engine import UNREAD, Draft
+from tide_hf.speculation.drafts import Accepted, Draft
 from tide_hf.speculation.policy import CostTable
 
 KINDS = ("right", "wrong", "random", "wrong at the last position")
@@ -17,8 +19,6 @@ class ScriptedDrafter:
 
     `kind` is one of `KINDS`, or "mixed", where the kind changes with row and round.
     """
-
-    rests = False
 
     def __init__(self, kind: str, continuations: list[list[int]], vocab_size: int, width: int = 3) -> None:
         self.kind, self.continuations, self.vocab_size, self.width = kind, continuations, vocab_size, width
@@ -40,8 +40,8 @@ class ScriptedDrafter:
         }[KINDS[(row + self.rounds) % len(KINDS)] if self.kind == "mixed" else self.kind]
         return Draft().add(tokens, "script")
 
-    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
-        self.generated[row] += len(new_tokens)
+    def observe(self, row: int, draft: Draft, accepted: Accepted) -> None:
+        self.generated[row] += len(accepted.tokens)
 
 
 class HeadDrafter:
@@ -49,8 +49,6 @@ class HeadDrafter:
 
     On engines whose draft tokens the host does not read, draft tokens are read only after they are verified.
     """
-
-    rests = False
 
     def __init__(self, prompts, engine, exit_layer: int | Sequence[int], width: int, every: int = 1) -> None:
         self.engine, self.width, self.every, self.rounds = engine, width, every, 0
@@ -73,27 +71,25 @@ class HeadDrafter:
             new, scores = self.engine.draft(exit_layer, tokens)
             assert all(0.0 <= score <= 1.0 for score in scores)
             self.scores.append(scores)
-            tokens = [[*before, token] for before, token in zip(tokens, new, strict=True)]
-        self.engine.rollback()
+            tokens = [before + drafted for before, drafted in zip(tokens, new, strict=True)]
         return tokens
 
     def _draft_unread(self, exit_layer: int, limits: list[int]) -> list[list[int]]:
         lengths = [min(self.width, limit) for limit in limits]
-        if max(lengths) > 0:
-            self.engine.draft_unread(exit_layer, max(lengths))
-        return [[UNREAD] * length for length in lengths]
+        if max(lengths) < 1:
+            return [[] for _ in lengths]
+        found, _ = self.engine.draft(exit_layer, [[] for _ in lengths], max(lengths))
+        return [tokens[:length] for tokens, length in zip(found, lengths, strict=True)]
 
-    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
+    def observe(self, row: int, draft: Draft, accepted: Accepted) -> None:
         assert UNREAD not in draft.tokens
         if draft.tokens:
             self.drafted.append((list(self.texts[row]), draft.tokens))
-        self.texts[row] += new_tokens
+        self.texts[row] += accepted.tokens
 
 
 class Alternating:
     """Drafts with heads and by script in alternate rounds, so that more than one token is accepted."""
-
-    rests = False
 
     def __init__(self, heads: HeadDrafter, script: ScriptedDrafter) -> None:
         self.heads, self.script, self.rounds = heads, script, 0
@@ -102,10 +98,16 @@ class Alternating:
         self.rounds += 1
         return (self.heads if self.rounds % 2 == 0 else self.script).draft(rows, limits)
 
-    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
-        self.script.observe(row, draft, new_tokens, n_matches)
+    def observe(self, row: int, draft: Draft, accepted: Accepted) -> None:
+        self.script.observe(row, draft, accepted)
         is_script = self.rounds % 2 == 1 or not self.rounds
-        self.heads.observe(row, Draft() if is_script else draft, new_tokens, n_matches)
+        self.heads.observe(row, Draft() if is_script else draft, accepted)
+
+
+def drafting_routers(model, **config) -> TIDERouters:
+    """Routers whose heads are so good, by their record, that the default drafter drafts with them."""
+    record = {"exit_layers": {"1": {"agreement": 0.9}, "3": {"agreement": 0.9}}}
+    return TIDERouters.for_model(model, exit_layers=[1, 3], calibration=record, **config)
 
 
 def use_drafter(model, kind: str, continuations: list[list[int]], width: int = 3) -> None:
@@ -123,8 +125,8 @@ def use_heads(
     """
     made: list[HeadDrafter] = []
 
-    def make(_attachment, prompts, engine):
-        made.append(HeadDrafter(prompts, engine, exit_layer, width, every))
+    def make(_attachment, call, engine):
+        made.append(HeadDrafter(call.prompts, engine, exit_layer, width, every))
         if continuations is None:
             return made[-1]
         script = ScriptedDrafter(kind, continuations, model._tide.structure.vocab_size, width)

@@ -15,17 +15,9 @@ from transformers import (
 VOCAB = 96
 LAYERS = 4
 _COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _HYBRID = ["sliding_attention", "full_attention"] * (LAYERS // 2)
@@ -33,24 +25,14 @@ _WINDOW = {"sliding_window": 8, "layer_types": _HYBRID}
 _TOKENS = {name: _COMMON[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
 
 _SEES = {  # config of a tiny vision model
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 4,
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"image_size": 16, "patch_size": 4},
 }
 _QWEN_SEES = {
-    "depth": 2,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "out_hidden_size": 32,
-    "num_heads": 2,
-    "in_channels": 3,
-    "patch_size": 4,
-    "temporal_patch_size": 1,
-    "spatial_merge_size": 2,
+    **{"depth": 2, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "num_heads": 2},
+    **{"in_channels": 3, "patch_size": 4, "temporal_patch_size": 1, "spatial_merge_size": 2},
 }
+_SECTIONED = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
 IMAGE_TOKEN = 90
 _MARKS = {"image_token_id": IMAGE_TOKEN, "video_token_id": 93, "vision_start_token_id": 91, "vision_end_token_id": 92}
 
@@ -68,17 +50,9 @@ FAMILIES: dict[str, dict] = {
     "deepseek_v3": {
         **_COMMON,
         "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "n_routed_experts": 4,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "first_k_dense_replace": 2,
+        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        **{"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 24, "first_k_dense_replace": 2},
     },
     "phi": _COMMON,
     "gemma2": {**_COMMON, **_WINDOW, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
@@ -87,12 +61,7 @@ FAMILIES: dict[str, dict] = {
     "cohere2": {**_COMMON, **_WINDOW, "logit_scale": 0.25},
     "gpt_oss": {**_COMMON, **_WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
     "stablelm": _COMMON,
-    "llama4_text": {
-        **_COMMON,
-        "intermediate_size_mlp": 48,
-        "num_local_experts": 4,
-        "attention_chunk_size": 16,
-    },
+    "llama4_text": {**_COMMON, "intermediate_size_mlp": 48, "num_local_experts": 4, "attention_chunk_size": 16},
     "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 256, **_TOKENS},
     "gpt_neox": {**_COMMON, "rotary_pct": 0.5},
     "falcon": {
@@ -106,38 +75,22 @@ FAMILIES: dict[str, dict] = {
     "gemma3": {
         "text_config": {**_COMMON, **_WINDOW, "model_type": "gemma3_text", "query_pre_attn_scalar": 8},
         "vision_config": {**_SEES, "model_type": "siglip_vision_model"},
-        "mm_tokens_per_image": 4,
-        "image_token_id": IMAGE_TOKEN,
-        "boi_token_id": 91,
-        "eoi_token_id": 92,
+        **{"mm_tokens_per_image": 4, "image_token_id": IMAGE_TOKEN, "boi_token_id": 91, "eoi_token_id": 92},
     },
     "qwen2_5_vl": {
-        "text_config": {
-            **_COMMON,
-            "model_type": "qwen2_5_vl_text",
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
-        },
+        "text_config": {**_COMMON, "model_type": "qwen2_5_vl_text", "rope_parameters": _SECTIONED},
         "vision_config": {**_QWEN_SEES, "window_size": 8, "fullatt_block_indexes": [1]},
         **_MARKS,
     },
     "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": LAYERS, "state_size": 4, **_TOKENS},
     "jamba": {
         **_COMMON,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "use_mamba_kernels": False,
-        "mamba_d_state": 4,
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"num_experts": 2, "num_experts_per_tok": 1, "use_mamba_kernels": False, "mamba_d_state": 4},
     },
     "bamba": {
         **_COMMON,
-        "attn_layer_indices": [1, 3],
-        "mamba_n_heads": 8,
-        "mamba_d_head": 8,
-        "mamba_d_state": 4,
+        **{"attn_layer_indices": [1, 3], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4},
         "mamba_n_groups": 1,
     },
     "qwen3_next": {
@@ -145,10 +98,12 @@ FAMILIES: dict[str, dict] = {
         **_MOE,
         "shared_expert_intermediate_size": 24,
         "layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2),
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
+        **{
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
         "decoder_sparse_step": 1,
     },
 }
@@ -160,16 +115,9 @@ SPARSE: dict[str, dict] = {  # with sparse attention: a token attends to the key
     "doge": {**_COMMON, "keep_window_size": 16},
     "minimax_m3_vl_text": {
         **_COMMON,
-        "dense_intermediate_size": 48,
-        "shared_intermediate_size": 24,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rotary_dim": 8,
-        "layer_types": ["minimax_m3_sparse"] * LAYERS,
-        "index_n_heads": 2,
-        "index_head_dim": 8,
-        "index_block_size": 4,
-        "index_topk_blocks": 3,
+        **{"dense_intermediate_size": 48, "shared_intermediate_size": 24, "rotary_dim": 8},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["minimax_m3_sparse"] * LAYERS},
+        **{"index_n_heads": 2, "index_head_dim": 8, "index_block_size": 4, "index_topk_blocks": 3},
     },
 }
 # Families that need no more than a row in `LAYOUTS` or `TUPLE_LAYERS`; one test puts each through all of it.

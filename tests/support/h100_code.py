@@ -34,14 +34,8 @@ from triton.backends.compiler import GPUTarget
 from tide_hf.engines.steps.graphs import compile_graph
 
 PROPERTIES = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    warp_size=32,
+    **{"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32},
+    **{"max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "regs_per_multiprocessor": 65536},
     shared_memory_per_block_optin=232448,
 )
 TRITON_KERNEL = re.compile(r"^\s+triton_\w+\.run\(", re.MULTILINE)

@@ -23,7 +23,7 @@ from tide_hf import TIDEModelForCausalLM
 
 WEIGHTS, PICKLED = "model.safetensors", "pytorch_model.bin"
 FOLDER = "pytorch_model"  # of the records in the archive
-HONEST = ("speculators", "eagle3", "own")
+HONEST = ("speculators", "eagle3", "own")  # kinds of heads
 
 
 def base():
@@ -113,14 +113,9 @@ def empty_rows(name, rows):
 
 def own_config_copy(folder):
     """A save that was killed, whose copy of the config is nested deep."""
-    from tide_hf.routers.files import CONFIG_COPY, DIGEST, _digest  # noqa: PLC0415
-
     edit(folder, lambda config: config["tide"].update(weights_sha256="0" * 64))
-    held = load_file(folder / WEIGHTS)
-    save_file(held, folder / WEIGHTS)
-    copy = "[" * 10**5
-    digest = _digest(copy, (folder / WEIGHTS).read_bytes())
-    save_file(held, folder / WEIGHTS, {CONFIG_COPY: copy, DIGEST: digest})
+    weights = sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+    (folder / f"tide/{weights}.json").write_text("[" * 10**5)
 
 
 def others(change):
@@ -182,21 +177,21 @@ def overlapping(folder):
 
 def crowded(count):
     """An archive whose directory has an empty record many times."""
-    return lambda folder: _crowd(folder, count)
 
+    def change(folder):
+        content = (folder / PICKLED).read_bytes()
+        start = len(content)
+        name = b"a"
+        local = struct.pack("<4s5H3L2H", b"PK\3\4", 20, 0, 0, 0, 0, 0, 0, 0, len(name), 0) + name
+        sizes = (0, 0, 0, 0, 0, 0, 0, len(name), 0, 0, 0, 0, 0, start)
+        directory = (struct.pack("<4s6H3L5H2L", b"PK\1\2", 20, 20, *sizes) + name) * count
+        at = start + len(local)
+        big = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), at)
+        end = struct.pack("<4sLQL", b"PK\6\7", 0, at + len(directory), 1)
+        end += struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 65535, 65535, 2**32 - 1, 2**32 - 1, 0)
+        (folder / PICKLED).write_bytes(content + local + directory + big + end)
 
-def _crowd(folder, count):
-    content = (folder / PICKLED).read_bytes()
-    start = len(content)
-    name = b"a"
-    local = struct.pack("<4s5H3L2H", b"PK\3\4", 20, 0, 0, 0, 0, 0, 0, 0, len(name), 0) + name
-    entry = struct.pack("<4s6H3L5H2L", b"PK\1\2", 20, 20, 0, 0, 0, 0, 0, 0, 0, len(name), 0, 0, 0, 0, 0, start) + name
-    directory = entry * count
-    at = start + len(local)
-    big = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(directory), at)
-    end = struct.pack("<4sLQL", b"PK\6\7", 0, at + len(directory), 1)
-    end += struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 65535, 65535, 2**32 - 1, 2**32 - 1, 0)
-    (folder / PICKLED).write_bytes(content + local + directory + big + end)
+    return change
 
 
 def flipped(find):
@@ -222,163 +217,139 @@ def laughs(depth=40):
 
 ONE = torch.ones(1)
 FACTORS = {"rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 2.0}
-MANY = {f"{number:x}": {"dtype": "I8", "shape": [0], "data_offsets": [0, 0]} for number in range(3)}
-CROWD = "{" + ",".join(f'"{number:x}":{json.dumps(MANY["0"])}' for number in range(400_000)) + "}"
+EMPTY = json.dumps({"dtype": "I8", "shape": [0], "data_offsets": [0, 0]})
+CROWD = "{" + ",".join(f'"{number:x}":{EMPTY}' for number in range(400_000)) + "}"
 KIND = b"ctorch\nFloatStorage\n"
 DEEP = "[" * 900 + "]" * 900
-HOSTILE = {
-    # Config fields of a head in another format: types and sizes.
-    "draft_vocab_size of 10**9": ("speculators", top(draft_vocab_size=10**9)),
-    "draft_vocab_size in words": ("speculators", top(draft_vocab_size="24")),
-    "draft_vocab_size negative": ("speculators", top(draft_vocab_size=-24)),
-    "draft_vocab_size true": ("speculators", top(draft_vocab_size=True)),
-    "draft_vocab_size a list": ("speculators", top(draft_vocab_size=[24])),
-    "draft_vocab_size 10**9, no d2t": ("eagle3", top(draft_vocab_size=10**9)),
-    "intermediate_size": ("speculators", layer(intermediate_size=2**20)),
-    "hidden_size": ("speculators", layer(hidden_size=2**20)),
-    "hidden_size, target": (
-        "speculators",
-        lambda folder: (layer(hidden_size=2**20)(folder), top(target_hidden_size=16)(folder)),
-    ),
-    "head_dim": ("speculators", layer(head_dim=2**20)),
-    "num_attention_heads": ("speculators", layer(num_attention_heads=2**20)),
-    "no attention heads": ("speculators", layer(num_attention_heads=0)),
-    "negative attention heads": ("speculators", layer(num_attention_heads=-4)),
-    "num_key_value_heads": ("speculators", layer(num_key_value_heads=3)),
-    "num_hidden_layers in words": ("speculators", layer(num_hidden_layers="1")),
-    "model_type a list": ("speculators", layer(model_type=["llama"])),
-    "model_type an object": ("speculators", layer(model_type={"llama": 1})),
-    "target_hidden_size in words": ("speculators", top(target_hidden_size="16")),
-    "taps of 4,000 digits": ("speculators", top(eagle_aux_hidden_state_layer_ids=[10**4000])),
-    "taps nested": ("speculators", top(eagle_aux_hidden_state_layer_ids=[[1]])),
-    "hidden_act a list": ("speculators", layer(hidden_act=["silu"])),
-    "rms_norm_eps in words": ("speculators", layer(rms_norm_eps="small")),
-    "max_position_embeddings": ("speculators", layer(max_position_embeddings=10**30)),
-    "vocab_size a list": ("speculators", lambda folder: (tensors(t2d=None)(folder), layer(vocab_size=[32])(folder))),
-    "layer config a list": ("speculators", top(transformer_layer_config=[1])),
-    "eagle_config a list": ("eagle3", top(eagle_config=[1])),
-    "kind of speculator a list": ("speculators", top(speculators_model_type=["eagle3"])),
-    # Rotary embeddings.
-    "rope without a factor": ("speculators", rope(rope_type="linear")),
-    "rope with a factor of null": ("speculators", rope(rope_type="linear", factor=None)),
-    "rope with a factor of 0": ("speculators", rope(rope_type="linear", factor=0)),
-    "rope, dynamic, negative": ("speculators", rope(rope_type="dynamic", factor=-3.0)),
-    "rope, llama3, of 0": (
-        "speculators",
-        rope(rope_type="llama3", factor=8.0, low_freq_factor=0, high_freq_factor=4.0),
-    ),
-    "rope, longrope, 40,000": ("speculators", rope(**FACTORS, short_factor=[1.0] * 40_000, long_factor=[1.0] * 40_000)),
-    "rope, longrope, 10**6": ("speculators", rope(**FACTORS, short_factor=[1.0] * 10**6, long_factor=[1.0] * 10**6)),
-    "rope, longrope, long ones": ("speculators", rope(**FACTORS, short_factor=[1.0] * 4, long_factor=[1.0] * 5)),
-    "rope, longrope, zero": ("speculators", rope(**FACTORS, short_factor=[1.0] * 4, long_factor=[0] * 4)),
-    "rope, partial": ("speculators", rope(rope_type="linear", factor=2.0, partial_rotary_factor=10**9)),
-    "rope, half": ("speculators", rope(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)),
-    "rope, theta of 0": ("speculators", rope(rope_theta=0)),
-    "rope, theta of null": ("speculators", rope(rope_theta=None)),
-    "rope, attention_factor": ("speculators", rope(rope_type="yarn", factor=2.0, attention_factor=1e300)),
-    "rope_scaling in words": ("eagle3", top(rope_parameters=None, rope_scaling="linear")),
-    "head_dim odd": ("speculators", layer(head_dim=7)),
-    # JSON.
-    "JSON nested too deep": ("speculators", text("[" * 10**5)),
-    "JSON nested deep": ("speculators", text(f'{{"architectures": ["Eagle3"], "speculators_model_type": {DEEP}}}')),
-    "JSON deep in architectures": ("speculators", text(f'{{"architectures": {DEEP}}}')),
-    "JSON of 32 MB": ("speculators", text('{"architectures": [' + "[]," * 10**7 + "1]}")),
-    # Tensors in safetensors.
-    "t2d without dimensions": ("speculators", tensors(t2d=torch.tensor(True))),
-    "t2d of NaN": ("speculators", tensors(t2d=torch.full((32,), torch.nan))),
-    "t2d of numbers": ("speculators", tensors(t2d=torch.ones(32, dtype=torch.int8))),
-    "t2d empty": ("speculators", tensors(t2d=torch.ones(0, dtype=torch.bool))),
-    "d2t complex": ("speculators", tensors(d2t=torch.zeros(24, dtype=torch.complex64))),
-    "d2t of booleans": ("speculators", tensors(d2t=torch.zeros(24, dtype=torch.bool))),
-    "d2t of floats": ("speculators", tensors(d2t=torch.zeros(24))),
-    "d2t with two dimensions": ("speculators", tensors(d2t=torch.zeros(24, 1, dtype=torch.long))),
-    "d2t out of range": ("speculators", tensors(d2t=torch.full((24,), 2**62))),
-    "float8": ("speculators", tensors(norm__weight=torch.ones(16).to(torch.float8_e4m3fn))),
-    "a dtype that PyTorch lacks": (
-        "speculators",
-        header({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"0"),
-    ),
-    "infinite": ("speculators", tensors(norm__weight=torch.full((16,), torch.inf))),
-    "unknown tensors": ("speculators", tensors(another=torch.ones(1))),
-    "10**9 rows of nothing": ("speculators", empty_rows("lm_head.weight", 10**9)),
-    "10**9 embeddings of nothing": ("speculators", empty_rows("embed_tokens.weight", 10**9)),
-    "header of 24 MB": ("speculators", header(CROWD)),
-    "header of a megabyte": ("speculators", header(CROWD[: 10**6].rpartition(",")[0] + "}")),
-    "header longer than the file": ("speculators", lambda folder: (folder / WEIGHTS).write_bytes(b"\xff" * 99)),
-    "header nested deep": ("speculators", header("[" * 10**5)),
-    # Pickles and their archives.
-    "expanded, unused": ("eagle3", saved(lambda held: {**held, "unused": ONE.expand(10**9)})),
-    "expanded, t2d": ("eagle3", saved(lambda held: {**held, "t2d": torch.ones(1, dtype=torch.bool).expand(2**32)})),
-    "expanded, known": ("eagle3", saved(lambda held: {**held, "verifier_lm_head.weight": ONE.expand(10**9)})),
-    "a storage many times": (
-        "eagle3",
-        saved(lambda held: {f"{number}": held["fc.weight"][:] for number in range(999)}),
-    ),
-    "storages shorter than said": ("eagle3", records(lambda held: held.update({f"{FOLDER}/data/2": bytes(8)}))),
-    "deflated weights": ("eagle3", bomb("data/0")),
-    "deflated pickle": ("eagle3", bomb("data.pkl")),
-    "deflated, but small": ("eagle3", records(lambda held: None, compression=zipfile.ZIP_DEFLATED)),
-    "records that overlap": ("eagle3", overlapping),
-    "directory of 14 MB": ("eagle3", crowded(300_000)),
-    "directory of a megabyte": ("eagle3", crowded(22_000)),
-    "flipped bit of a weight": ("eagle3", flipped(lambda content: content.index(b"/data/2") + 200)),
-    "flipped bit of the pickle": ("eagle3", flipped(lambda content: content.index(b"FloatStorage") - 3)),
-    "cut off": ("eagle3", lambda folder: (folder / PICKLED).write_bytes((folder / PICKLED).read_bytes()[:-30])),
-    "legacy format": ("eagle3", saved(dict, _use_new_zipfile_serialization=False)),
-    "sparse": ("eagle3", saved(lambda held: {**held, "fc.weight": held["fc.weight"].to_sparse()})),
-    "nested tensors": ("eagle3", saved(lambda held: {**held, "fc.weight": torch.nested.nested_tensor([ONE, ONE])})),
-    "quantised": ("eagle3", saved(lambda held: {"fc.weight": torch.quantize_per_tensor(ONE, 1.0, 0, torch.qint8)})),
-    "on the meta device": ("eagle3", saved(lambda held: {**held, "a": torch.empty(10**12, device="meta")})),
-    "complex, pickled": ("eagle3", saved(lambda held: {**held, "d2t": held["d2t"].to(torch.complex64)})),
-    "float8, pickled": ("eagle3", saved(lambda held: {**held, "norm.weight": ONE.to(torch.float8_e5m2)})),
-    "code": ("eagle3", saved(lambda held: {"fc.weight": Code()})),
-    "a list": ("eagle3", saved(lambda held: [*held.values()])),
-    "a tensor": ("eagle3", saved(lambda held: held["fc.weight"])),
-    "numbers for tensors": ("eagle3", saved(lambda held: dict.fromkeys(held, 1))),
-    "dictionaries for tensors": ("eagle3", saved(lambda held: {"fc.weight": held})),
-    "8 GB of bytes": ("eagle3", program(b"cbuiltins\nbytearray\n\x8a\x05\0\0\0\0\2\x85R")),
-    "a memo of 2**31": ("eagle3", program(b"}r\xff\xff\xff\x7f")),
-    "keys of 2**40 values": ("eagle3", program(b"}", laughs(), b"K\1s")),
-    "values of 2**40 values": ("eagle3", program(b"}X\1\0\0\0a", laughs(), b"s")),
-    "names of 2**40 values": (
-        "eagle3",
-        program(b"ctorch._utils\n_rebuild_tensor_v2\n((", KIND, laughs(), b"tQK\0))tR"),
-    ),
-    "sizes of 2**40 values": (
-        "eagle3",
-        program(b"ctorch._utils\n_rebuild_tensor_v2\n((K\0", KIND, b"X\1\0\0\x000tQK\0", laughs(), b")tR"),
-    ),
-    "keys nested 100,000 deep": ("eagle3", program(b"})", b"\x85" * 100_000, b"K\1s")),
-    "many small tensors": ("eagle3", saved(lambda held: {f"{number}": ONE[:0] for number in range(600)})),
-    "a pickle of 8 MB": ("eagle3", program(b"}" * 2**23)),
-    "a pickle that takes more than it has": ("eagle3", program(b"R")),
-    # Routers of our own.
-    "own intermediate_size": ("own", own_head(intermediate_size=2**20)),
-    "own head_dim": ("own", own_head(head_dim=2**20)),
-    "own embedding": ("own", own_head(has_embedding=True)),
-    "own rope without a factor": ("own", own_head(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0})),
-    "own longrope": (
-        "own",
-        own_head(rope_parameters={**FACTORS, "short_factor": [1] * 40_000, "long_factor": [1] * 40_000}),
-    ),
-    "own bottleneck": ("own", own(router_bottleneck_dim=2**20)),
-    "own translator": ("own", own(exit_strategy="linear", translator_rank=2**20)),
-    "own size": ("own", own(hidden_size=2**20)),
-    "own layers": ("own", own(num_hidden_layers=2**12, exit_layers=list(range(1, 2**12)))),
-    "own exit layers": ("own", own(num_hidden_layers=2**9, exit_layers=list(range(1, 2**9)))),
-    "own draft_vocab_size": ("own", own(vocab_size=2**24, draft_vocab_size=2**24)),
-    "own 10**9 rows of nothing": ("own", empty_rows("lm_head.weight", 10**9)),
-    "own record nested deep": ("own", own(calibration={"another": json.loads(DEEP)})),
-    "own record of half a megabyte": ("own", own(calibration={"another": [[]] * 125_000, "tolerances": 7})),
-    "own copy of the config nested deep": ("own", own_config_copy),
-    "own tensors missing": ("own", tensors(fc__weight=None)),
-    "own NaN": ("own", others(lambda held: held["exits.2.router.up.weight"].fill_(torch.nan))),
-    "own complex": (
-        "own",
-        others(lambda held: held.update({"exits.2.router.up.bias": torch.ones(1, dtype=torch.complex64)})),
-    ),
-    "own float8": ("own", tensors(norm__weight=torch.ones(16).to(torch.float8_e4m3fn))),
+# Values that a field of a head in another format cannot have.
+LAYER_FIELDS = {
+    "intermediate_size": [2**20],
+    "hidden_size": [2**20],
+    "head_dim": [2**20, 7],
+    "num_attention_heads": [2**20, 0, -4],
+    "num_key_value_heads": [3],
+    "num_hidden_layers": ["1"],
+    "model_type": [["llama"], {"llama": 1}],
+    "hidden_act": [["silu"]],
+    "rms_norm_eps": ["small"],
+    "max_position_embeddings": [10**30],
 }
+TOP_FIELDS = {
+    "draft_vocab_size": [10**9, "24", -24, True, [24]],
+    "target_hidden_size": ["16"],
+    "eagle_aux_hidden_state_layer_ids": [[10**4000], [[1]]],
+    "transformer_layer_config": [[1]],
+    "speculators_model_type": [["eagle3"]],
+}
+FIELDS = [(layer, *one) for one in LAYER_FIELDS.items()] + [(top, *one) for one in TOP_FIELDS.items()]
+SPECULATORS = {
+    **{f"{name} of {value!r:.20}": change(**{name: value}) for change, name, values in FIELDS for value in values},
+    "hidden_size, target": lambda folder: (layer(hidden_size=2**20)(folder), top(target_hidden_size=16)(folder)),
+    "vocab_size a list": lambda folder: (tensors(t2d=None)(folder), layer(vocab_size=[32])(folder)),
+    "rope without a factor": rope(rope_type="linear"),
+    "rope with a factor of null": rope(rope_type="linear", factor=None),
+    "rope with a factor of 0": rope(rope_type="linear", factor=0),
+    "rope, dynamic, negative": rope(rope_type="dynamic", factor=-3.0),
+    "rope, llama3, of 0": rope(rope_type="llama3", factor=8.0, low_freq_factor=0, high_freq_factor=4.0),
+    "rope, longrope, 40,000": rope(**FACTORS, short_factor=[1.0] * 40_000, long_factor=[1.0] * 40_000),
+    "rope, longrope, 10**6": rope(**FACTORS, short_factor=[1.0] * 10**6, long_factor=[1.0] * 10**6),
+    "rope, longrope, long ones": rope(**FACTORS, short_factor=[1.0] * 4, long_factor=[1.0] * 5),
+    "rope, longrope, zero": rope(**FACTORS, short_factor=[1.0] * 4, long_factor=[0] * 4),
+    "rope, partial": rope(rope_type="linear", factor=2.0, partial_rotary_factor=10**9),
+    "rope, half": rope(rope_type="linear", factor=2.0, partial_rotary_factor=0.5),
+    "rope, theta of 0": rope(rope_theta=0),
+    "rope, theta of null": rope(rope_theta=None),
+    "rope, attention_factor": rope(rope_type="yarn", factor=2.0, attention_factor=1e300),
+    "JSON nested too deep": text("[" * 10**5),
+    "JSON nested deep": text(f'{{"architectures": ["Eagle3"], "speculators_model_type": {DEEP}}}'),
+    "JSON deep in architectures": text(f'{{"architectures": {DEEP}}}'),
+    "JSON of 32 MB": text('{"architectures": [' + "[]," * 10**7 + "1]}"),
+    "t2d without dimensions": tensors(t2d=torch.tensor(True)),
+    "t2d of NaN": tensors(t2d=torch.full((32,), torch.nan)),
+    "t2d of numbers": tensors(t2d=torch.ones(32, dtype=torch.int8)),
+    "t2d empty": tensors(t2d=torch.ones(0, dtype=torch.bool)),
+    "d2t complex": tensors(d2t=torch.zeros(24, dtype=torch.complex64)),
+    "d2t of booleans": tensors(d2t=torch.zeros(24, dtype=torch.bool)),
+    "d2t of floats": tensors(d2t=torch.zeros(24)),
+    "d2t with two dimensions": tensors(d2t=torch.zeros(24, 1, dtype=torch.long)),
+    "d2t out of range": tensors(d2t=torch.full((24,), 2**62)),
+    "float8": tensors(norm__weight=torch.ones(16).to(torch.float8_e4m3fn)),
+    "a dtype that PyTorch lacks": header({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"0"),
+    "infinite": tensors(norm__weight=torch.full((16,), torch.inf)),
+    "unknown tensors": tensors(another=torch.ones(1)),
+    "10**9 rows of nothing": empty_rows("lm_head.weight", 10**9),
+    "10**9 embeddings of nothing": empty_rows("embed_tokens.weight", 10**9),
+    "header of 24 MB": header(CROWD),
+    "header of a megabyte": header(CROWD[: 10**6].rpartition(",")[0] + "}"),
+    "header longer than the file": lambda folder: (folder / WEIGHTS).write_bytes(b"\xff" * 99),
+    "header nested deep": header("[" * 10**5),
+}
+EAGLE3 = {  # with a pickle
+    "draft_vocab_size 10**9, no d2t": top(draft_vocab_size=10**9),
+    "eagle_config a list": top(eagle_config=[1]),
+    "rope_scaling in words": top(rope_parameters=None, rope_scaling="linear"),
+    "expanded, unused": saved(lambda held: {**held, "unused": ONE.expand(10**9)}),
+    "expanded, t2d": saved(lambda held: {**held, "t2d": torch.ones(1, dtype=torch.bool).expand(2**32)}),
+    "expanded, known": saved(lambda held: {**held, "verifier_lm_head.weight": ONE.expand(10**9)}),
+    "a storage many times": saved(lambda held: {f"{number}": held["fc.weight"][:] for number in range(999)}),
+    "storages shorter than said": records(lambda held: held.update({f"{FOLDER}/data/2": bytes(8)})),
+    "deflated weights": bomb("data/0"),
+    "deflated pickle": bomb("data.pkl"),
+    "deflated, but small": records(lambda held: None, compression=zipfile.ZIP_DEFLATED),
+    "records that overlap": overlapping,
+    "directory of 14 MB": crowded(300_000),
+    "directory of a megabyte": crowded(22_000),
+    "flipped bit of a weight": flipped(lambda content: content.index(b"/data/2") + 200),
+    "flipped bit of the pickle": flipped(lambda content: content.index(b"FloatStorage") - 3),
+    "cut off": lambda folder: (folder / PICKLED).write_bytes((folder / PICKLED).read_bytes()[:-30]),
+    "legacy format": saved(dict, _use_new_zipfile_serialization=False),
+    "sparse": saved(lambda held: {**held, "fc.weight": held["fc.weight"].to_sparse()}),
+    "nested tensors": saved(lambda held: {**held, "fc.weight": torch.nested.nested_tensor([ONE, ONE])}),
+    "quantised": saved(lambda held: {"fc.weight": torch.quantize_per_tensor(ONE, 1.0, 0, torch.qint8)}),
+    "on the meta device": saved(lambda held: {**held, "a": torch.empty(10**12, device="meta")}),
+    "complex, pickled": saved(lambda held: {**held, "d2t": held["d2t"].to(torch.complex64)}),
+    "float8, pickled": saved(lambda held: {**held, "norm.weight": ONE.to(torch.float8_e5m2)}),
+    "code": saved(lambda held: {"fc.weight": Code()}),
+    "a list": saved(lambda held: [*held.values()]),
+    "a tensor": saved(lambda held: held["fc.weight"]),
+    "numbers for tensors": saved(lambda held: dict.fromkeys(held, 1)),
+    "dictionaries for tensors": saved(lambda held: {"fc.weight": held}),
+    "8 GB of bytes": program(b"cbuiltins\nbytearray\n\x8a\x05\0\0\0\0\2\x85R"),
+    "a memo of 2**31": program(b"}r\xff\xff\xff\x7f"),
+    "keys of 2**40 values": program(b"}", laughs(), b"K\1s"),
+    "values of 2**40 values": program(b"}X\1\0\0\0a", laughs(), b"s"),
+    "names of 2**40 values": program(b"ctorch._utils\n_rebuild_tensor_v2\n((", KIND, laughs(), b"tQK\0))tR"),
+    "sizes of 2**40 values": program(
+        b"ctorch._utils\n_rebuild_tensor_v2\n((K\0", KIND, b"X\1\0\0\x000tQK\0", laughs(), b")tR"
+    ),
+    "keys nested 100,000 deep": program(b"})", b"\x85" * 100_000, b"K\1s"),
+    "many small tensors": saved(lambda held: {f"{number}": ONE[:0] for number in range(600)}),
+    "a pickle of 8 MB": program(b"}" * 2**23),
+    "a pickle that takes more than it has": program(b"R"),
+}
+OWN = {
+    "own intermediate_size": own_head(intermediate_size=2**20),
+    "own head_dim": own_head(head_dim=2**20),
+    "own embedding": own_head(has_embedding=True),
+    "own rope without a factor": own_head(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0}),
+    "own longrope": own_head(rope_parameters={**FACTORS, "short_factor": [1] * 40_000, "long_factor": [1] * 40_000}),
+    "own bottleneck": own(router_bottleneck_dim=2**20),
+    "own translator": own(exit_strategy="linear", translator_rank=2**20),
+    "own size": own(hidden_size=2**20),
+    "own layers": own(num_hidden_layers=2**12, exit_layers=list(range(1, 2**12))),
+    "own exit layers": own(num_hidden_layers=2**9, exit_layers=list(range(1, 2**9))),
+    "own draft_vocab_size": own(vocab_size=2**24, draft_vocab_size=2**24),
+    "own 10**9 rows of nothing": empty_rows("lm_head.weight", 10**9),
+    "own record nested deep": own(calibration={"another": json.loads(DEEP)}),
+    "own record of half a megabyte": own(calibration={"another": [[]] * 125_000, "tolerances": 7}),
+    "own copy of the config nested deep": own_config_copy,
+    "own tensors missing": tensors(fc__weight=None),
+    "own NaN": others(lambda held: held["exits.2.router.up.weight"].fill_(torch.nan)),
+    "own complex": others(lambda held: held.update({"exits.2.router.up.bias": torch.ones(1, dtype=torch.complex64)})),
+    "own float8": tensors(norm__weight=torch.ones(16).to(torch.float8_e4m3fn)),
+}
+KINDS = {"speculators": SPECULATORS, "eagle3": EAGLE3, "own": OWN}
+HOSTILE = {name: (kind, change) for kind, heads in KINDS.items() for name, change in heads.items()}
 
 
 def forget_largest():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from families import FAMILIES, IMAGE_TOKEN, VOCAB, random_model
+from families import _SECTIONED, FAMILIES, IMAGE_TOKEN, VOCAB, random_model
 from transformers import PreTrainedModel
 
 from tide_hf.base_model.inputs import TYPES
@@ -18,7 +18,6 @@ _TEXT = FAMILIES["llama"]
 _VISION = FAMILIES["gemma3"]["vision_config"]
 _QWEN = FAMILIES["qwen2_5_vl"]
 _QWEN_VISION = {name: value for name, value in _QWEN["vision_config"].items() if name != "fullatt_block_indexes"}
-_SECTIONS = _QWEN["text_config"]["rope_parameters"]
 _IMAGE = {"image_token_id": IMAGE_TOKEN}
 
 SEEING: dict[str, dict] = {
@@ -31,62 +30,44 @@ SEEING: dict[str, dict] = {
     },
     "qwen3_vl": {
         **_QWEN,
-        "text_config": {**_TEXT, "model_type": "qwen3_vl_text", "rope_parameters": _SECTIONS},
+        "text_config": {**_TEXT, "model_type": "qwen3_vl_text", "rope_parameters": _SECTIONED},
         "vision_config": {**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
     },
     "glm4v": {
-        "text_config": {**_TEXT, "model_type": "glm4v_text", "rope_parameters": _SECTIONS},
+        "text_config": {**_TEXT, "model_type": "glm4v_text", "rope_parameters": _SECTIONED},
         "vision_config": {**_QWEN_VISION, "image_size": SIZE},
-        **_IMAGE,
-        "video_token_id": 93,
-        "image_start_token_id": MARKS[0],
-        "image_end_token_id": MARKS[1],
-        "video_start_token_id": 94,
-        "video_end_token_id": 95,
+        **{**_IMAGE, "image_start_token_id": MARKS[0], "image_end_token_id": MARKS[1]},
+        **{"video_token_id": 93, "video_start_token_id": 94, "video_end_token_id": 95},
     },
     "llava": {
         "text_config": {**_TEXT, "model_type": "llama"},
         "vision_config": {**_VISION, "model_type": "clip_vision_model", "projection_dim": 16},
-        **_IMAGE,
-        "image_seq_length": 16,
-        "vision_feature_layer": -1,
-        "vision_feature_select_strategy": "default",
+        **{**_IMAGE, "image_seq_length": 16, "vision_feature_layer": -1, "vision_feature_select_strategy": "default"},
     },
     "mistral3": {
         "text_config": {**_TEXT, "model_type": "mistral", "sliding_window": None},
         "vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 8},
-        **_IMAGE,
-        "spatial_merge_size": 2,
-        "vision_feature_layer": -1,
+        **{**_IMAGE, "spatial_merge_size": 2, "vision_feature_layer": -1},
     },
     "internvl": {
         "text_config": {**_TEXT, "model_type": "qwen2"},
         "vision_config": {**_VISION, "model_type": "internvl_vision", "image_size": [SIZE] * 2, "patch_size": [4, 4]},
-        **_IMAGE,
-        "downsample_ratio": 0.5,
-        "image_seq_length": 4,
-        "vision_feature_layer": -1,
+        **{**_IMAGE, "downsample_ratio": 0.5, "image_seq_length": 4, "vision_feature_layer": -1},
     },
     "paligemma": {
         "text_config": {**FAMILIES["gemma2"], "model_type": "gemma2", "final_logit_softcapping": None},
         "vision_config": {**_VISION, "projection_dim": 32},
-        **_IMAGE,
-        "projection_dim": 32,
-        "hidden_size": 32,
+        **{**_IMAGE, "projection_dim": 32, "hidden_size": 32},
     },
     "cohere2_vision": {
         "text_config": {**FAMILIES["cohere2"], "model_type": "cohere2"},
         "vision_config": _VISION,
-        **_IMAGE,
-        "downsample_factor": 2,
-        "alignment_intermediate_size": 32,
+        **{**_IMAGE, "downsample_factor": 2, "alignment_intermediate_size": 32},
     },
     "smolvlm": {
         "text_config": {**_TEXT, "model_type": "llama"},
         "vision_config": {name: value for name, value in _VISION.items() if name != "model_type"},
-        **_IMAGE,
-        "scale_factor": 2,
-        "pad_token_id": 0,
+        **{**_IMAGE, "scale_factor": 2, "pad_token_id": 0},
     },
 }
 GRIDDED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")  # inputs tell the patch grid and the tokens of an image

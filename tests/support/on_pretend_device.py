@@ -10,19 +10,19 @@ from functools import partial
 import pytest
 import torch
 from accelerate import disk_offload, dispatch_model
-from calibrations import texts
+from calibrations import small, texts
 from draft_heads import draft_head_for
 from drafters import use_drafter, use_heads
 from families import LAYERS, tiny_model
 from images import image_prompts, seeing_model
 from on_steps import FEW, as_traced, linear_heads, new_tokens, prompts, use_steps
-from pretend_device import NAME, answer, counts, there, two
+from pretend_device import NAME, Passes, answer, counts, there, two
 from quantized_weights import quantize, quantized
-from recorded import Recorder, as_it_is
+from recorded import as_it_is
 from torch.nn.functional import linear, silu
 from transformers import TextStreamer
 
-from tide_hf import TIDEModelForCausalLM, TIDERouters, calibrate
+from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.engines import gqa_attention
 from tide_hf.engines.steps import step_store
 from tide_hf.engines.steps.dequantised_products import reduce_products
@@ -35,8 +35,6 @@ from tide_hf.logits_process import TIDELogitsProcessor
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8, "top_k": 20}
-FIT = {"samples": 24, "max_length": 12, "batch_size": 8, "exit_layers": [1, 2], "progress": False}
-FIT["exit_strategy"] = "linear"
 APPROXIMATE = [("post_hoc", "propagate", 1), ("early_exit", "propagate", 1), ("early_exit", "recompute", 3)]
 APPROXIMATE += [("early_exit", "zero_pad", 3), ("early_exit", "prompt", 3)]  # prompt tokens exit as well
 
@@ -134,46 +132,34 @@ def test_a_prompt_may_be_on_the_cpu(mode, tiny_tokenizer, capsys):
 )
 def test_captured_steps_never_wait_for_the_device(family, rows, kind):
     plain, model = two(family)
-    batch, waits = prompts(rows), []
+    batch = prompts(rows)
     expected = answer(plain, batch, **GREEDY)
     routers = draft_head_for(plain) if kind == "draft" else linear_heads(plain)
     TIDEModelForCausalLM.attach(model, routers, engine="compiled")
-
-    def counted(run, *args):
-        before = counts()
-        found = run(*args)
-        waits.append((counts() - before).waits)
-        return found
-
-    def replay_of(*args):
-        replay = counted(Recorder(), *args)
-        replay.run = partial(counted, replay.run)
-        return replay
-
-    steps = use_steps(model, CapturedSteps(replay_of, compile_graph=None))
+    passes = Passes()
+    steps = use_steps(model, CapturedSteps(passes.replay_of, compile_graph=None))
     use_heads(model, 0 if kind == "draft" else (1, 3))
     assert torch.equal(answer(model, there(batch), **GREEDY), expected)
     assert steps.refused is None
     assert steps.replays > 0
-    assert not any(waits)
+    assert passes.asked.waits == 0
 
 
 def test_offloaded_weights(tiny_llama, tiny_tokenizer, tmp_path):
     model = disk_offload(tiny_llama(), tmp_path, execution_device=torch.device(f"{NAME}:0"))
     expected = answer(tiny_llama(), prompts(3), **GREEDY)
-    TIDEModelForCausalLM.attach(model, calibrate(model, tiny_tokenizer, texts(60), **FIT))
+    TIDEModelForCausalLM.attach(model, small(model, tiny_tokenizer, texts(60)))
     use_heads(model, 1)
     assert torch.equal(answer(model, there(prompts(3)), **GREEDY), expected)
 
 
 @pytest.mark.parametrize(
-    ("exit_strategy", "labels"),
-    [("identity", "agreement"), ("linear", "cosine"), ("linear", "kl")],
+    ("exit_strategy", "labels"), [("identity", "agreement"), ("linear", "cosine"), ("linear", "kl")]
 )
 def test_calibration_on_two_devices_makes_the_routers_of_a_cpu(tiny_llama, tiny_tokenizer, exit_strategy, labels):
-    options = {**FIT, "exit_strategy": exit_strategy, "labels": labels}
+    options = {"exit_strategy": exit_strategy, "labels": labels, "samples": 24, "max_length": 12}
     models = (tiny_llama(), spread(tiny_llama()))
-    expected, found = (calibrate(model, tiny_tokenizer, texts(60), **options) for model in models)
+    expected, found = (small(model, tiny_tokenizer, texts(60), **options) for model in models)
     states = found.state_dict()
     assert {value.device.type for value in states.values()} == {"cpu"}
     for name, value in expected.state_dict().items():
@@ -183,10 +169,10 @@ def test_calibration_on_two_devices_makes_the_routers_of_a_cpu(tiny_llama, tiny_
 
 
 def test_calibration_on_text_of_the_models_own_and_from_routers(tiny_llama, tiny_tokenizer):
-    model, options = tiny_llama().to(NAME), {**FIT, "exit_strategy": "eagle3"}
-    own = calibrate(model, tiny_tokenizer, **options)
+    model = tiny_llama().to(NAME)
+    own = small(model, tiny_tokenizer, exit_strategy="eagle3")
     assert own.config.calibration["num_documents"] > 0
-    again = calibrate(model.bfloat16(), tiny_tokenizer, texts(60), **options, start_from=own)
+    again = small(model.bfloat16(), tiny_tokenizer, texts(60), exit_strategy="eagle3", start_from=own)
     assert again.config.calibration["draft_head"]["agreement"] >= 0.0
 
 
@@ -215,17 +201,36 @@ def test_the_published_selection_runs_as_a_logits_processor():
     assert torch.equal(*found)
 
 
+def compiler_for_h100():
+    reason = "no Triton, or another version of PyTorch"
+    return pytest.importorskip("h100_code", exc_type=ImportError, reason=reason).CodeForH100()
+
+
+def code_for_h100(graph, inputs):
+    """What is generated for a graph."""
+    compile_graph = compiler_for_h100()
+    compile_graph(graph, inputs)
+    (found,) = compile_graph.found
+    return found
+
+
 def on_steps_for_an_h100(family, dtype=torch.float32, quantize=lambda model: model, **sizes):
     """A model whose steps are compiled as for an H100 and run as traced, after a check of its tokens; and its steps."""
-    code = pytest.importorskip("h100_code", exc_type=ImportError, reason="no Triton, or another version of PyTorch")
     plain, model = (quantize(one.to(dtype)) for one in two(family, attention="sdpa", **sizes))
     expected = answer(plain, prompts(), **GREEDY)
     TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="compiled")
-    steps = use_steps(model, CapturedSteps(as_it_is, code.CodeForH100()))
+    steps = use_steps(model, CapturedSteps(as_it_is, compiler_for_h100()))
     use_drafter(model, "mixed", new_tokens(expected), width=3)
     assert torch.equal(answer(model, there(prompts()), **GREEDY), expected)
     assert steps.refused is None
     return model, steps
+
+
+def layers_of(steps):
+    """The code of decoder layers, of which there is some."""
+    layers = [code for code in steps.compiler.graphs._compile.found if code.is_layer]
+    assert layers
+    return layers
 
 
 @pytest.mark.parametrize(
@@ -234,9 +239,7 @@ def on_steps_for_an_h100(family, dtype=torch.float32, quantize=lambda model: mod
 )
 def test_a_layer_on_an_h100_launches_few_kernels(family, dtype):
     _, steps = on_steps_for_an_h100(family, dtype)
-    layers = [code for code in steps.compiler.graphs._compile.found if code.is_layer]
-    assert layers
-    for code in layers:
+    for code in layers_of(steps):
         # This device has no fused attention, which takes two products and at most three kernels.
         assert code.products - 2 <= 4
         assert code.kernels - 3 <= 9
@@ -293,22 +296,18 @@ QUANTIZED = {
 def test_a_layer_with_quantised_weights_reads_them_as_they_are_stored(kind):
     sizes = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 24}  # no buffer of another use is a weight's size
     model, steps = on_steps_for_an_h100("llama", quantize=QUANTIZED[kind](), **sizes)
-    found = steps.compiler.graphs._compile.found
-    layers = [code for code in found if code.is_layer]
-    assert layers
+    layers = layers_of(steps)
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    for code in found:
+    for code in steps.compiler.graphs._compile.found:
         assert not {linear.weight.numel() for linear in linears} & set(code.buffers)
     for code in layers:
         assert code.products == 2  # of attention, which is not fused on this device
         assert code.kernels - 3 <= 11  # with five products
-    compiled = steps.compiler.graphs._compiled.values()
-    assert not any(one.joined for one in compiled)
+    assert not any(one.joined for one in steps.compiler.graphs._compiled.values())
 
 
 def test_a_kernel_of_the_packages_own_stays():
     """`Int4WeightOnlyConfig` packs weights for an op of PyTorch that GPUs alone have."""
-    code = pytest.importorskip("h100_code", exc_type=ImportError, reason="no Triton, or another version of PyTorch")
     packed = pytest.importorskip("torchao.quantization").Int4TilePackedTo4dTensor
     group, size, out = 128, 1024, 64
     tensors = (
@@ -320,9 +319,7 @@ def test_a_kernel_of_the_packages_own_stays():
     graph, constants = lift_constants(traced(lambda state: linear(state, weight), state))
     assert [id(constant) for constant in constants] == [id(weight.qdata), id(weight.scale_and_zero)]
     assert reduce_products(graph, constants) == 0
-    compile_graph = code.CodeForH100()
-    compile_graph(graph, [state, *constants])
-    (found,) = compile_graph.found
+    found = code_for_h100(graph, [state, *constants])
     assert found.text.count("torch.ops.aten._weight_int4pack_mm.default(") == 1
     assert found.kernels == 0
 
@@ -342,7 +339,6 @@ def test_plain_weights_beside_quantised_ones_are_joined():
 
 @pytest.mark.parametrize(("rows", "kernels"), [(1, 2), (16, 4)])
 def test_an_mlp_with_quantised_weights_has_as_many_kernels_at_any_width(rows, kernels):
-    code = pytest.importorskip("h100_code", exc_type=ImportError, reason="no Triton, or another version of PyTorch")
     shapes = (2048, 1024), (2048, 1024), (1024, 2048)
     gate, up, down = (quantized(torch.randn(shape, device=NAME), kind="groups") for shape in shapes)
 
@@ -352,9 +348,7 @@ def test_an_mlp_with_quantised_weights_has_as_many_kernels_at_any_width(rows, ke
     state = torch.randn(1, rows, 1024, device=NAME)
     graph, constants = lift_constants(traced(mlp, state))
     assert reduce_products(graph, constants) == 3
-    compile_graph = code.CodeForH100()
-    compile_graph(graph, [state, *constants])
-    (found,) = compile_graph.found
+    found = code_for_h100(graph, [state, *constants])
     assert found.products == 0
     # Gate and up, the activation, down, the sum; with one row, the products' own kernels end with the other two.
     assert found.kernels == kernels

@@ -5,18 +5,20 @@ from itertools import product
 import torch
 from on_steps import as_traced
 from on_steps import attach_compiled as attach
+from torch.nn import functional
 
-from tide_hf.depth.linear_gate import LOSSLESS_LAYOUTS
-from tide_hf.engines.steps.fused_linears import FUSED
-from tide_hf.kernels.cpu import weight_layouts
-from tide_hf.kernels.cpu.weight_layouts import (
+from tide_hf.engines.steps.fused_linears import LINEAR
+from tide_hf.weights import layouts as weight_layouts
+from tide_hf.weights.layouts import (
     PROBED_ROWS,
     WEIGHT_LAYOUTS,
     PlainWeight,
     PrepackedWeight,
     QuantizedWeight,
 )
+from tide_hf.weights.linear_gate import LOSSLESS_LAYOUTS
 
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}  # of the largest product
 DRAFT_ORDER = (QuantizedWeight, PrepackedWeight, None, PlainWeight)
 
 
@@ -39,6 +41,23 @@ def set_fastest_layouts(monkeypatch, dtypes=(torch.float32,), order=DRAFT_ORDER,
     weight_layouts._fastest_layout.cache_clear()
 
 
+def converted(model):
+    """The layouts that any weight of an attached model has been converted to."""
+    return {layout for gate in model._tide.weights.gates() for layout in gate.converted}
+
+
+def check_products(layout, exact_weight, dtype, rounding=ROUNDING):
+    """Compare products with those in float64, and of each row with the same row's alone, bit for bit."""
+    size_out, size = exact_weight.shape
+    for rows in (*range(1, 10), 16, 21):
+        state = torch.randn(rows, size).to(dtype)
+        for bias in (None, torch.randn(size_out).to(dtype)):
+            exact = functional.linear(state.double(), exact_weight, None if bias is None else bias.double())
+            found = layout.apply(state, bias)
+            assert float((found.double() - exact).abs().max()) <= rounding[dtype] * float(exact.abs().max())
+            assert torch.equal(found, torch.cat([layout.apply(row, bias) for row in state.split(1)]))
+
+
 def narrow(model, kind):
     """Give a model's weights values that need fewer bits."""
     with torch.no_grad():
@@ -59,7 +78,8 @@ class Graphs:
         self.products = []
 
     def __call__(self, graph, _inputs):
-        self.products += [len(node.args[1]) for node in graph.graph.nodes if node.target is FUSED]
+        sizes = [len(node.args[1]) for node in graph.graph.nodes if node.target is LINEAR]
+        self.products += [size for size in sizes if size > 1]
         return as_traced(graph, _inputs)
 
 

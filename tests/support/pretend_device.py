@@ -6,12 +6,14 @@ They become the accelerator of the whole process, so tests that use them run in 
 from __future__ import annotations
 
 import ctypes
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from families import tiny_model
+from recorded import Recorder
 from torch._inductor.codecache import CppCodeCache
 
 NAME = "pretend"
@@ -37,6 +39,28 @@ class Counts(NamedTuple):
 def counts() -> Counts:
     """What the host has asked so far."""
     return Counts(*(counter() for counter in _COUNTERS))
+
+
+class Passes:
+    """What the host asked in the model's passes, and in the replays of steps."""
+
+    def __init__(self):
+        self.asked = Counts(0, 0, 0, 0)
+
+    def run(self, function, *args, **kwargs):
+        before = counts()
+        found = function(*args, **kwargs)
+        self.asked = Counts(*map(sum, zip(self.asked, counts() - before, strict=True)))
+        return found
+
+    def watch(self, model):
+        forward = model.forward
+        model.forward = wraps(forward)(partial(self.run, forward))
+
+    def replay_of(self, *args):
+        replay = self.run(Recorder(), *args)
+        replay.run = partial(self.run, replay.run)
+        return replay
 
 
 def _module() -> ModuleType:

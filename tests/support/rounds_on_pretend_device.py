@@ -3,7 +3,7 @@
 `test_pretend_device.py` runs this module in a process of its own.
 """
 
-from functools import partial, wraps
+from functools import partial
 from statistics import median
 
 import pytest
@@ -13,14 +13,13 @@ from draft_heads import draft_head_for
 from drafters import HeadDrafter, ScriptedDrafter
 from families import VOCAB
 from on_steps import linear_heads, new_tokens, prompts, use_steps
-from pretend_device import NAME, Counts, answer, counts, there, two
-from recorded import Recorder
+from pretend_device import NAME, Passes, answer, counts, there, two
 from transformers import LogitsProcessor
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines.steps.step_store import CapturedSteps
 from tide_hf.speculation import device_choice
-from tide_hf.speculation.exits import NoDrafter
+from tide_hf.speculation.drafters import NoDrafter
 
 NEW, WIDTH = 40, 4  # new tokens; tokens of a pass
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -38,10 +37,6 @@ class Watched:
     def __init__(self, drafter, passes):
         self.drafter, self.passes, self.begins = drafter, passes, []
 
-    @property
-    def rests(self):
-        return self.drafter.rests
-
     def draft(self, rows, limits):
         self.begins.append((len(rows), counts() - self.passes.asked._replace(waits=0)))
         return self.drafter.draft(rows, limits)
@@ -56,28 +51,6 @@ class Watched:
         return [after - before for (rows, before), (remaining, after) in pairs if rows == remaining]
 
 
-class Passes:
-    """What the host asked in the model's passes, and in the replays of steps."""
-
-    def __init__(self):
-        self.asked = Counts(0, 0, 0, 0)
-
-    def run(self, function, *args, **kwargs):
-        before = counts()
-        found = function(*args, **kwargs)
-        self.asked = Counts(*map(sum, zip(self.asked, counts() - before, strict=True)))
-        return found
-
-    def watch(self, model):
-        forward = model.forward
-        model.forward = wraps(forward)(partial(self.run, forward))
-
-    def replay_of(self, *args):
-        replay = self.run(Recorder(), *args)
-        replay.run = partial(self.run, replay.run)
-        return replay
-
-
 def watched_rounds(engine, make_drafter, rows, options, make_routers=linear_heads):
     """What the host asks in each round of a second call; the first one prepares steps. The tokens are checked."""
     plain, model = two("llama")
@@ -88,8 +61,8 @@ def watched_rounds(engine, make_drafter, rows, options, make_routers=linear_head
     if engine == "compiled":
         use_steps(model, CapturedSteps(passes.replay_of, compile_graph=None))
     for _ in range(2):
-        model._tide.make_drafter = lambda _tide, prompts, own: (
-            made.append(Watched(make_drafter(expected, prompts, own), passes)) or made[-1]
+        model._tide.make_drafter = lambda _tide, call, own: (
+            made.append(Watched(make_drafter(expected, call.prompts, own), passes)) or made[-1]
         )
         found = answer(model, there(prompts(rows)), **options)
     if rows == 1 or not options["do_sample"]:
@@ -126,7 +99,7 @@ def test_a_round_waits_once_and_uploads_its_tokens_alone(engine, rows, way):
         assert asked.waits == 1
         assert asked.uploads <= ids_and_positions + (
             2 if rows > 1 else 0
-        )  # of new holes, and of what a compaction keeps
+        )  # of new rejected slots, and of what a compaction keeps
         assert asked.launches <= launches + (30 if rows > 1 else 0)
     # No whole mask, but in the few rounds that compact the cache.
     assert median(asked.uploaded_bytes for asked in mixed) <= level[0].uploaded_bytes + 8 * rows * WIDTH
@@ -142,7 +115,7 @@ def test_a_round_waits_for_no_head_in_steps_and_once_for_each_token_that_a_head_
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_pass_without_drafts_starts_before_the_host_has_read_the_one_before_and_needs_no_upload(rows):
-    first, *others = watched_rounds("compiled", lambda *_: NoDrafter(), rows, GREEDY)
+    first, *others = watched_rounds("compiled", NoDrafter, rows, GREEDY)
     assert (first.waits, first.uploads) == (1, 1)
     for asked in others:
         assert (asked.waits, asked.uploads) == (1, 0)

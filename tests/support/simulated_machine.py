@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from tide_hf.speculation.drafters import HybridDrafter
-from tide_hf.speculation.engine import Draft
+from tide_hf.speculation.drafts import Accepted, Draft
 from tide_hf.speculation.policy import CostTable
 
 NUM_LAYERS, VOCAB, PROMPT_LENGTH = 30, 5000, 40
@@ -90,7 +90,7 @@ class _Engine:
         odds = machine.boast * score / (1 - score)
         is_right &= all(token == self.text[self.position + place] for place, token in enumerate(tokens))
         token = self.text[self.position + len(tokens)] if is_right else -1 - self.rng.randrange(VOCAB)
-        return [token], [odds / (1 + odds)]
+        return [[token]], [odds / (1 + odds)]
 
     def verify(self, drafted):
         """Return the new tokens, the accepted ones of a draft and one more."""
@@ -102,16 +102,13 @@ class _Engine:
         self.position += accepted + 1
         return [self.text[place] for place in range(start, self.position)]
 
-    def rollback(self):
-        """Nothing to forget."""
 
-
-def costs_of_tokens(rng, machine, num_answers, length, change, rests=None):
+def costs_of_tokens(rng, machine, num_answers, length, change, pauses=None):
     """Let one process decode answers of `length` tokens on a machine that can become another midway in an answer.
 
     Args:
         change: Share of answers in which it does.
-        rests: Gets whether the drafter said in each round that it would not draft in the next one; it must not.
+        pauses: Gets whether drafting was paused after each round; nothing may then be drafted in the next one.
 
     Returns:
         What each token cost, in plain passes; the tokens of a round cost the same.
@@ -122,19 +119,19 @@ def costs_of_tokens(rng, machine, num_answers, length, change, rests=None):
         other = Machine.drawn(rng) if rng.random() < change else machine
         engine = _Engine(rng, machine, table, seen)
         drafter = HybridDrafter([engine.text.tokens[:]], lambda _: table, {0: prior}, engine, learned)
-        drafter.observe(0, Draft(), engine.verify([]), 0)
-        left, engine.spent, rested = length, 0.0, False
+        drafter.observe(0, Draft(), Accepted(engine.verify([])))
+        left, engine.spent, paused = length, 0.0, False
         while left:
             if left <= length // 2:
                 machine = engine.machine = engine.text.machine = other
             before = engine.spent
             (draft,) = drafter.draft([0], [left - 1])
-            assert not (rested and draft.tokens)
-            rested = drafter.rests and not draft.tokens
-            if rests is not None:
-                rests.append(rested)
+            assert not (paused and draft.tokens)
+            paused = table.drafting_paused and not draft.tokens
+            if pauses is not None:
+                pauses.append(paused)
             new = engine.verify(draft.tokens)
-            drafter.observe(0, draft, new, len(new) - 1)
+            drafter.observe(0, draft, Accepted(new, [*range(len(new) - 1)]))
             costs += [(engine.spent - before) / len(new)] * len(new)
             left -= len(new)
     return costs

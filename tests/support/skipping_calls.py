@@ -1,4 +1,4 @@
-"""Tiny models attached in `early_exit`, and a reference that gets the same results in passes over all layers."""
+"""Tiny models attached in each mode, and a reference that gets the same results in passes over all layers."""
 
 from contextlib import contextmanager
 
@@ -12,13 +12,25 @@ from tide_hf.base_model.unembed import Unembed
 OPTIONS = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
 
 
-def attached(family: str, exit_layers: list[int], strategy: str = "propagate", **options):
+def attached(family: str = "llama", **options):
     model = tiny_model(family)
-    routers = TIDERouters.for_model(model, exit_layers=exit_layers, exit_strategy="linear", kv_cache_strategy=strategy)
-    torch.manual_seed(1)
+    return TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1, 3]), **options)
+
+
+def random_routers(model, exit_layers=(1, 3), seed=1, **config):
+    """Routers with linear heads, whose scores differ from token to token."""
+    routers = TIDERouters.for_model(model, exit_layers=[*exit_layers], exit_strategy="linear", **config)
+    torch.manual_seed(seed)
     for exit_layer in exit_layers:
         torch.nn.init.normal_(routers[exit_layer].head.translator.weight, std=0.1)
         torch.nn.init.normal_(routers[exit_layer].router.up.weight)
+    return routers
+
+
+def attached_early(family: str, exit_layers: list[int], strategy: str = "propagate", **options):
+    """A model in `early_exit` with random routers."""
+    model = tiny_model(family)
+    routers = random_routers(model, exit_layers, kv_cache_strategy=strategy)
     return TIDEModelForCausalLM.attach(model, routers, mode="early_exit", **options)
 
 

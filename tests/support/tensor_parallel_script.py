@@ -12,7 +12,7 @@ from torch import distributed
 from transformers import AutoModelForCausalLM
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters
-from tide_hf.engines import eager
+from tide_hf.engines import round_clock
 
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
 rank = int(os.environ["RANK"])
@@ -33,7 +33,7 @@ def perf_counter():
     return now
 
 
-eager.perf_counter = perf_counter
+round_clock.perf_counter = perf_counter
 tokens, drafted = [], []
 for seed, sampling in ((0, {}), (0, {}), (rank, {"do_sample": True, "temperature": 1.5})):
     torch.manual_seed(seed)

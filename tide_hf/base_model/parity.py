@@ -73,7 +73,7 @@ def probe(model: PreTrainedModel, structure: DecoderStructure, start: int, end: 
         ) from error
 
 
-def counts_slots(model: PreTrainedModel, structure: DecoderStructure, end: int, cache: Cache) -> bool:
+def uses_slot_positions(model: PreTrainedModel, structure: DecoderStructure, end: int, cache: Cache) -> bool:
     """Whether the model, after the `end` tokens of a cache, may take the number of slots for the position.
 
     It does if `generate` passes it no positions, unless it finds them in the mask, as Bloom's ALiBi does.

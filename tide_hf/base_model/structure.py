@@ -194,7 +194,7 @@ def may_replace_cache(config: Any, prompt_length: int) -> bool:
     return limit is not None and prompt_length > limit
 
 
-def counts_slots(config: Any, max_length: int) -> bool:
+def uses_slot_positions(config: Any, max_length: int) -> bool:
     """Whether attention depends on the number of cache slots, including masked slots, as in long calls of Llama 4.
 
     `max_length` counts the tokens of prompt and answer, including padding.

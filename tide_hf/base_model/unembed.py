@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from ..common.memory import copy_if_it_fits
-from ..kernels.ops import PLAIN, Ops
+from ..kernels.ops import WITHOUT_KERNELS, Ops
 from ..kernels.reference import which_norm
 from .inputs import takes_media
 from .structure import DecoderStructure
@@ -28,7 +28,7 @@ SCALING_MULTIMODAL = frozenset(
 class Unembed:
     """The base model's final norm, projection, head, and scaling or softcapping of logits."""
 
-    def __init__(self, model: PreTrainedModel, structure: DecoderStructure, ops: Ops = PLAIN) -> None:
+    def __init__(self, model: PreTrainedModel, structure: DecoderStructure, ops: Ops = WITHOUT_KERNELS) -> None:
         config = model.config.get_text_config()
         if takes_media(model) and model.config.model_type not in SCALING_MULTIMODAL:
             config = None

@@ -10,7 +10,7 @@ from ..common.errors import UnsupportedModelError, UnsupportedOptionError
 from .structure import DecoderStructure
 
 # Arguments that PEFT passes to its layers through hooks during `generate`.
-BY_ROW = "adapter_names"  # one adapter for each row of the batch
+ADAPTER_NAMES = "adapter_names"  # one adapter for each row of the batch
 BY_POSITION = "alora_offsets"  # activated LoRA: the number of last tokens that an adapter applies to
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def check_adapters(model: Any, structure: DecoderStructure) -> None:
 
 def has_adapters_by_row(model: Any, structure: DecoderStructure) -> bool:
     """Whether this call of `generate` uses one adapter per row, so that rows must not be reordered."""
-    return BY_ROW in _hooked_arguments(model, structure)
+    return ADAPTER_NAMES in _hooked_arguments(model, structure)
 
 
 def _hooked_arguments(model: Any, structure: DecoderStructure) -> set[str]:

@@ -1,10 +1,10 @@
 """Calibration: fit exit heads, routers and an exit threshold for a frozen model. [`calibrate`] runs all steps.
 
 `text` collects the user's documents or lets the model generate some; `documents` reads, splits and batches documents.
-`states` computes and stores hidden states. `heads` fits exit heads, `draft_head` trains a head that drafts with a layer
-of its own (by what `training` has), `routers` trains the routers. `threshold` selects exit layers and certifies exit
-thresholds, that of a draft head on its `draft_exits`; `record` builds the calibration record. `arguments` checks
-arguments; `pipeline` runs the stages in a resumable `work_folder`, which processes may share.
+`states` computes and stores hidden states. `heads` fits exit heads, `draft_head_training` trains a head that drafts
+with a layer of its own (by what `training` has), `router_training` trains the routers. `threshold` selects exit layers
+and certifies the exit threshold; `record` builds the calibration record. `arguments` checks arguments; `pipeline` runs
+the stages in a resumable `work_folder`, which processes may share.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Any
@@ -26,16 +26,16 @@ from ..base_model.structure import DecoderStructure, find_structure, input_devic
 from ..base_model.unembed import Unembed, weights_hash
 from ..base_model.wrappers import base_inside, check_wrapper
 from ..common.progress import Steps
-from ..depth.linear_gate import faster_passes
 from ..routers.card import write_model_card
 from ..routers.config import NEVER_EXIT, TIDEConfig, default_exit_layers
 from ..routers.routers import TIDERouters
 from ..speculation.policy import MIN_GAIN
+from ..weights.linear_gate import faster_passes
 from .arguments import Settings, check_arguments, check_for_model, check_positions, check_precision
-from .draft_head import draft_head_shape, head_to_train_further
+from .draft_head_training import draft_head_shape, head_to_train_further
 from .heads import frequent_tokens
 from .pipeline import Pipeline
-from .record import calibration_record, layer_figures, print_report, tolerance_rows
+from .record import calibration_record, layer_figures, print_report
 from .states import full_depth
 from .text import Text, load_documents
 from .threshold import candidates_on, choose_threshold, expected_gain, useful_exit_layers
@@ -51,23 +51,14 @@ def calibrate(
     tokenizer: PreTrainedTokenizerBase,
     dataset: str | os.PathLike[str] | Iterable[object] | None = None,
     *,
-    samples: int = 2000,
-    max_length: int = 128,
-    labels: str = "agreement",
-    exit_strategy: str = "eagle3",
-    exit_layers: Sequence[int] | None = None,
     start_from: TIDERouters | str | os.PathLike[str] | None = None,
     tolerance: float = 0.02,
     confidence: float = 0.95,
-    draft_vocab_size: int | None = 8192,
-    draft_intermediate_size: int | None = None,
-    translator_rank: int | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     max_minutes: float | None = 15,
-    batch_size: int = 128,
-    seed: int = 0,
     notes: Mapping[str, Any] | None = None,
     progress: bool = True,
+    **settings: Any,
 ) -> TIDERouters:
     """Fit exit heads and train routers for a frozen model, and certify their exit threshold.
 
@@ -91,39 +82,22 @@ def calibrate(
 
             Rows have a `text` column, or a `messages` column for the tokenizer's chat template; only the last answer
             of a chat is used to fit and measure. Duplicates are dropped. Unusable rows are skipped with a warning.
-        samples: Number of documents: a tenth to tune (at most 150), four tenths to certify (at most 500), the rest to
-            fit. Certifying a tolerance of 2% with 95% confidence needs at least 373 documents; more documents give
-            better heads and more exits.
-        max_length: Maximum document length in tokens; for generated documents and chats, maximum answer length.
-        labels: What routers predict. `"agreement"`: that the exit head's top token is the full model's; `"cosine"`:
-            that the hidden state is close to the final hidden state (the TIDE paper's rule); `"kl"`: that the exit
-            head's distribution is close to the full model's. The threshold is always certified on agreement.
-        exit_strategy: `"eagle3"`: linear exit heads, and a head that drafts with a decoder layer of its own (see
-            [`routers.draft_head.DraftHead`]), which takes most of the time; or exit heads alone, `"linear"` or
-            `"identity"`.
-        exit_layers: Numbers of executed layers after which a token may exit; by default every fourth layer is tried
-            and the useful layers are kept (see [`threshold.useful_exit_layers`]).
         start_from: Routers for this model, or their folder or Hub repository. Their draft head is trained further,
             which takes less text and time than training a new one; if the result is worse, the old weights are kept.
             Exit heads and routers are new. Figures are optimistic on text that the head was trained on before: draw
             other prompts with another `seed`.
         tolerance: Largest expected share of a document's tokens for which `early_exit` differs from the full model.
         confidence: Probability with which `tolerance` holds.
-        draft_vocab_size: Size of the draft vocabulary, the most frequent tokens of the fit split; `None`: all tokens.
-        draft_intermediate_size: Width of the draft head's MLP; `None`: that of the model's layers. Together with
-            `draft_vocab_size` it says how large the head is.
-        translator_rank: Rank of a linear head's translator; `None` for full rank.
         output_dir: Folder for routers, model card and unfinished work (in `.calibration`); `None` saves nothing and
             works in a temporary folder. Hidden states take disk space: `hidden_size` numbers of 2 or 4 bytes per token
             for each exit layer and the last layer.
         max_minutes: Time budget; `None` for none. To stay within it, less text is generated or used, by rates measured
             on the way, and heads are trained for a shorter time. The record lists what was cut short. Results then
             depend on machine speed.
-        batch_size: Documents per forward pass.
-        seed: Random seed. On a CPU the same seed gives the same routers.
         notes: Further JSON-serialisable entries of the record, such as the `"command"` that the card shows. They do
             not replace the calibration's own entries.
         progress: Show progress bars, and a table at the end.
+        **settings: The fields of [`arguments.Settings`]: `samples`, `max_length`, `exit_strategy` and so on.
 
     Returns:
         The routers, on the CPU in bfloat16, with the full record in `routers.config.calibration`, and the certified
@@ -139,11 +113,8 @@ def calibrate(
         RoutersNotFoundError: There are no routers at `start_from`.
         UnsupportedModelError: The model is not supported, is tensor-parallel (`tp_plan`), or cannot have a draft head.
     """
-    heads = {"labels": labels, "exit_strategy": exit_strategy, "exit_layers": exit_layers}
-    sizes = {"draft_vocab_size": draft_vocab_size, "draft_intermediate_size": draft_intermediate_size}
-    sizes["translator_rank"] = translator_rank
-    settings = Settings(samples, max_length, batch_size, seed, **heads, **sizes)  # type: ignore[arg-type]
-    check_arguments(settings, tolerance, confidence, max_minutes, output_dir, notes)
+    chosen = Settings(**settings)
+    check_arguments(chosen, tolerance, confidence, max_minutes, output_dir, notes)
     started = perf_counter()
     end = math.inf if max_minutes is None else started + 60.0 * max_minutes
     check_wrapper(model)
@@ -153,18 +124,18 @@ def calibrate(
         structure = find_structure(model)
         check_precision(model, structure)
         check_parity(model, structure)
-        check_for_model(structure, settings)
-        start = head_to_train_further(start_from, model, settings) if start_from is not None else None
-        routers = _fresh_routers(model, structure, settings, start)
-        text = load_documents(dataset, tokenizer, settings)
-        check_positions(model, text.longest(max_length), max_length)
+        check_for_model(structure, chosen)
+        start = head_to_train_further(start_from, model, chosen) if start_from is not None else None
+        routers = _fresh_routers(model, structure, chosen, start)
+        text = load_documents(dataset, tokenizer, chosen)
+        check_positions(model, text.longest(chosen.max_length), chosen.max_length)
         start_hash = weights_hash(start.draft_head) if start is not None else None  # type: ignore[arg-type]
-        settings = replace(settings, exit_layers=routers.exit_layers, start_from=start_hash)
+        used = replace(chosen, exit_layers=routers.exit_layers, start_from=start_hash)
         with open_work_folder(output_dir, processes) as work, Steps(progress and processes.is_main) as steps:
-            work.claim(_fingerprint(model, routers, settings, text), processes)
+            work.claim(_fingerprint(model, routers, used, text), processes)
             unembed = Unembed(model, structure)
-            pipeline = Pipeline(model, tokenizer, unembed, routers, settings, work, processes, steps, end)
-            record = dict(notes or {}) | _run(pipeline, text, exit_layers is None, tolerance, confidence)
+            pipeline = Pipeline(model, tokenizer, unembed, routers, used, work, processes, steps, end)
+            record = dict(notes or {}) | _run(pipeline, text, chosen.exit_layers is None, tolerance, confidence)
             if start is not None:
                 before = start.config.calibration or {}
                 earlier = before.get("draft_head", {}).get("documents_before", 0)
@@ -206,7 +177,7 @@ def _run(pipeline: Pipeline, text: Text, select: bool, tolerance: float, confide
         draft_head = pipeline.train_draft_head(store, draft_vocab)
         figures: dict[str, Any] = {"heads": pipeline.fit_heads(store), "routers": pipeline.train_routers(store)}
         if draft_head is not None:
-            figures["draft_head"] = draft_head | _certify_head(pipeline, tolerance, confidence)
+            figures["draft_head"] = draft_head
         kept = pipeline.routers.exit_layers
         if select:
             tune = pipeline.decide(store, "tune")
@@ -229,14 +200,6 @@ def _run(pipeline: Pipeline, text: Text, select: bool, tolerance: float, confide
         "resumed_units": pipeline.resumed_units,
     }
     return measured | figures | facts
-
-
-def _certify_head(pipeline: Pipeline, tolerance: float, confidence: float) -> dict[str, Any]:
-    """Choose the draft head's exit threshold; return the choice, for the record."""
-    exits = pipeline.draft_exits()
-    choice = choose_threshold(exits, tolerance=tolerance, confidence=confidence)
-    pipeline.routers.config.draft_exit_threshold = choice.chosen
-    return {"threshold": asdict(choice), "tolerances": tolerance_rows(exits, confidence)}
 
 
 def _fresh_routers(

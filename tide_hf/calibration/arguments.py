@@ -22,19 +22,41 @@ LARGEST_SEED = 2**62  # stages add to the seed, and PyTorch's generators take 64
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `calibrate` on which the results of work units depend."""
+    """The arguments of `calibrate` on which the results of its work units depend.
 
-    samples: int
-    max_length: int
-    batch_size: int
-    seed: int
-    labels: str
-    exit_strategy: str
-    exit_layers: Sequence[int] | None
-    translator_rank: int | None
-    draft_vocab_size: int | None
+    Attributes:
+        samples: Number of documents: a tenth to tune (at most 150), four tenths to certify (at most 500), the rest to
+            fit. Certifying a tolerance of 2% with 95% confidence needs at least 373 documents; more documents give
+            better heads and more exits.
+        max_length: Maximum document length in tokens; for generated documents and chats, maximum answer length.
+        labels: What routers predict. `"agreement"`: that the exit head's top token is the full model's; `"cosine"`:
+            that the hidden state is close to the final hidden state (the TIDE paper's rule); `"kl"`: that the exit
+            head's distribution is close to the full model's. The threshold is always certified on agreement.
+        exit_strategy: `"eagle3"`: linear exit heads, and a head that drafts with a decoder layer of its own (see
+            [`routers.draft_head.DraftHead`]), which takes most of the time; or exit heads alone, `"linear"` or
+            `"identity"`.
+        exit_layers: Numbers of executed layers after which a token may exit; by default every fourth layer is tried
+            and the useful layers are kept (see [`threshold.useful_exit_layers`]).
+        draft_vocab_size: Size of the draft vocabulary, the most frequent tokens of the fit split; `None`: all tokens.
+        draft_intermediate_size: Width of the draft head's MLP; `None`: that of the model's layers. Together with
+            `draft_vocab_size` it says how large the head is.
+        translator_rank: Rank of a linear head's translator; `None` for full rank.
+        batch_size: Documents per forward pass.
+        seed: Random seed. On a CPU the same seed gives the same routers.
+        start_from: Hash of the draft head that is trained further; `calibrate` sets it.
+    """
+
+    samples: int = 2000
+    max_length: int = 128
+    batch_size: int = 128
+    seed: int = 0
+    labels: str = "agreement"
+    exit_strategy: str = "eagle3"
+    exit_layers: Sequence[int] | None = None
+    translator_rank: int | None = None
+    draft_vocab_size: int | None = 8192
     draft_intermediate_size: int | None = None
-    start_from: str | None = None  # hash of the draft head that is trained further
+    start_from: str | None = None
 
 
 def check_arguments(

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
+from ..common.data_files import FORMATS, import_extra, read_rows
 from ..common.errors import CalibrationError, ChatTemplateError
-from ..common.rows import FORMATS, import_extra, read_rows
 from ..common.token_ids import message_tokens
 
 SHARES = {"fit": 0.5, "tune": 0.1, "certify": 0.4}  # certifying 2% at 95% confidence takes at least 149 documents
@@ -264,7 +265,7 @@ def random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
     rng = random.Random(seed)
     path = _local_path(dataset)
     if path is not None:
-        return iter(_draw(read_rows(path), size, rng))
+        return _draw(read_rows(path), size, rng)
     datasets = sys.modules.get("datasets")  # already imported if the dataset is one of its objects
     if isinstance(dataset, (str, os.PathLike)) or (datasets and isinstance(dataset, datasets.IterableDataset)):
         return islice(_stream_rows(dataset, seed), size)
@@ -273,7 +274,7 @@ def random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
         if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
             return (dataset[i] for i in rng.sample(range(len(dataset)), min(len(dataset), size)))
         if isinstance(dataset, Iterable):
-            return iter(_draw(islice(dataset, size), size, rng))
+            return _draw(islice(dataset, size), size, rng)
     keys = f" with the keys {', '.join(map(str, islice(dataset.keys(), SHOWN_KEYS)))}" if has_keys else ""
     raise CalibrationError(
         "cannot read this kind of dataset",
@@ -283,16 +284,9 @@ def random_rows(dataset: Any, size: int, seed: int) -> Iterator[object]:
     )
 
 
-def _draw(rows: Iterable[object], size: int, rng: random.Random) -> list[object]:
-    """Draw `size` rows by reservoir sampling; return them in random order."""
-    drawn: list[object] = []
-    for count, row in enumerate(rows):
-        if count < size:
-            drawn.append(row)
-        elif (index := rng.randrange(count + 1)) < size:
-            drawn[index] = row
-    rng.shuffle(drawn)
-    return drawn
+def _draw(rows: Iterable[object], size: int, rng: random.Random) -> Iterator[object]:
+    """Draw `size` rows, in random order, without keeping more than these."""
+    return iter(nsmallest(size, rows, key=lambda _: rng.random()))
 
 
 def _local_path(dataset: object) -> Path | None:

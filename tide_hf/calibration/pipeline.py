@@ -20,10 +20,9 @@ from ..common.timing import least_seconds
 from ..routers.routers import TIDERouters
 from .arguments import Settings
 from .documents import Document, num_positions, split_documents
-from .draft_exits import DraftExits
-from .draft_head import DraftHeadStage, DraftHeadTrainer
+from .draft_head_training import DraftHeadStage, DraftHeadTrainer
 from .heads import can_distil, collect_moments, distil_head, draft_agreement, fit_head, frequent_tokens
-from .routers import decide, fit_router
+from .router_training import decide, fit_router
 from .states import StateReader, StateStore, top_tokens
 from .text import Text, write_documents
 from .threshold import Decisions
@@ -37,7 +36,7 @@ TUNE_CAPACITY = 8_000
 FEWEST_DOCUMENTS = 10  # generated and used even if the time budget is spent
 TIMED_DOCUMENTS = 4  # to estimate the time of the stages after text
 DOCUMENTS, KEPT = "documents/list", "documents/kept"
-DRAFT_HEAD, DRAFT_EXITS = "draft/head", "draft/exits"
+DRAFT_HEAD = "draft/head"
 HEAD_SHARE = 0.5  # share of the remaining time for training the head that drafts
 LEAST_HEAD_SHARE = 0.3  # that documents are left out for: a head hardly trained on more of them drafts worse
 
@@ -205,9 +204,7 @@ class Pipeline:
             later = self.seconds_per_position * self._positions_after_reading(counts) / self.processes.count
             deadline = min(self._share_of_rest(HEAD_SHARE), self._share_of_rest(1.0, later))
             facts = stage.make(deadline, is_fresh=is_fresh)
-            exits = stage.exits("certify")
-            self.work.write(DRAFT_EXITS, vars(exits))
-            self.work.write(DRAFT_HEAD, head.state_dict(), facts | stage.figures(exits))
+            self.work.write(DRAFT_HEAD, head.state_dict(), facts | stage.figures())
 
         self._run_units("Training the draft head", [DRAFT_HEAD], train)
         head.load_state_dict(self.work.read(DRAFT_HEAD))
@@ -215,10 +212,6 @@ class Pipeline:
         if facts["stopped"]:
             self.cut_short.append("training of the draft head")
         return facts
-
-    def draft_exits(self) -> DraftExits:
-        """Stage (f) for the draft head: what `early_exit` would do on the certify split."""
-        return DraftExits(**self.work.read(DRAFT_EXITS))
 
     def decide(self, store: StateStore, split: str) -> Decisions:
         """Stage (f): compute exit scores and head agreement at every exit layer, on the tune or certify split."""

@@ -15,10 +15,10 @@ from ..base_model.structure import DecoderStructure
 from ..common.version import __version__
 from ..hub.provenance import machine
 from ..routers.routers import TIDERouters
-from ..routers.tables import describe_thresholds, rich_table, tables_of
+from ..routers.tables import describe_threshold, rich_table, tables_of
 from .documents import Document, num_positions
-from .routers import area_under_curve, expected_calibration_error
-from .threshold import Certifiable, Decisions, ThresholdChoice, choose_threshold, mean_interval
+from .router_training import area_under_curve, expected_calibration_error
+from .threshold import Decisions, ThresholdChoice, choose_threshold, mean_interval
 
 PRECISIONS = (0.99, 0.98, 0.95, 0.90)
 TOLERANCES = (0.005, 0.01, 0.02, 0.05, 0.10)
@@ -55,8 +55,7 @@ def print_report(record: dict[str, Any], num_layers: int) -> None:
         console.print(rich_table(title, table))
         console.print(note, highlight=False)
         console.print()
-    for sentence in describe_thresholds(record):
-        console.print(sentence)
+    console.print(describe_threshold(record["threshold"]))
 
 
 def layer_figures(decisions: Decisions, threshold: float) -> dict[str, dict[str, Any]]:
@@ -125,7 +124,7 @@ def layer_sizes(routers: TIDERouters, structure: DecoderStructure) -> dict[str, 
     return sizes
 
 
-def tolerance_rows(decisions: Certifiable, confidence: float) -> list[dict[str, Any]]:
+def tolerance_rows(decisions: Decisions, confidence: float) -> list[dict[str, Any]]:
     """Threshold and figures for each of `TOLERANCES`, certified separately; `None` if no threshold is certified."""
     rows = []
     for tolerance in TOLERANCES:

@@ -103,7 +103,7 @@ class StateReader:
                 do="Pass a smaller max_length, or leave long prompts out.",
             )
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-        with torch.no_grad(), capture(self.structure, self.exit_layers) as captured:
+        with torch.no_grad(), captured_states(self.structure, self.exit_layers) as captured:
             self.model(**{name: ids.to(input_device(self.model)) for name, ids in inputs.items()}, **self._options)
         device = captured[self.structure.num_layers].device
         is_token = batch.attention_mask.bool()
@@ -130,7 +130,7 @@ def top_tokens(unembed: Unembed, hidden_states: Tensor) -> Tensor:
 
 
 @contextmanager
-def capture(structure: DecoderStructure, exit_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+def captured_states(structure: DecoderStructure, exit_layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Collect layer outputs through forward hooks, keyed by the number of executed layers."""
     captured: dict[int, Tensor] = {}
 

@@ -11,13 +11,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..base_model.structure import DecoderStructure
+from ..kernels.reference import exit_mask
 from ..routers.config import NEVER_EXIT
 from ..speculation.policy import DRAFT_LENGTHS, MIN_GAIN, PRIOR_SLOPE, draft_cost, expected_tokens
 
@@ -78,7 +79,7 @@ def exit_indices(scores: Tensor, exit_threshold: float) -> Tensor:
 
     `scores` are (..., E), for E exit layers in ascending order; the indices are (...), int64.
     """
-    reached = scores >= exit_threshold
+    reached = exit_mask(scores, exit_threshold)
     return torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), scores.shape[-1])
 
 
@@ -121,16 +122,6 @@ class Decisions:
         return {layer: float((index == i).double().mean()) for i, layer in enumerate(self.exit_layers)}
 
 
-class Certifiable(Protocol):
-    """Decisions of `early_exit` on documents, at any threshold: [`Decisions`] or `draft_exits.DraftExits`."""
-
-    def disagreement_per_document(self, threshold: float) -> Tensor:
-        """Share of each document's tokens that differ from the full model's, (documents,) float64."""
-
-    def depth_fraction(self, threshold: float) -> float:
-        """Mean layers executed per token, as a share of the model's layers; a pass's layers count once."""
-
-
 @dataclass(frozen=True)
 class ThresholdRow:
     """One threshold of the grid."""
@@ -153,7 +144,7 @@ class ThresholdChoice:
 
 
 def choose_threshold(
-    decisions: Certifiable, *, tolerance: float, confidence: float, grid: Sequence[float] = GRID
+    decisions: Decisions, *, tolerance: float, confidence: float, grid: Sequence[float] = GRID
 ) -> ThresholdChoice:
     """Find the lowest threshold whose disagreement is below `tolerance` with probability `confidence`.
 

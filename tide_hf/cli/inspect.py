@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..calibration.routers import CONVERGENCE_THRESHOLD
+from ..calibration.router_training import CONVERGENCE_THRESHOLD
 from ..common.errors import ConfigurationError
 from ..evaluation.inspection import inspect_model
 from ..routers.tables import TextTable, describe_bound, rich_table, tables_of
@@ -74,14 +74,10 @@ def _kernel_lines(fact: dict[str, Any]) -> list[str]:
 def _router_lines(routers: dict[str, Any] | None) -> list[str]:
     if routers is None:
         return ["routers: none; tide-hf calibrate makes them"]
-    head = []
-    if routers["draft_exit_threshold"] is not None:
-        head = [f"  with draft head  {_threshold(routers['draft_exit_threshold'], routers['draft_threshold'])}"]
     return [
         "routers",
         f"  exit heads       {routers['exit_strategy']}, after layers {', '.join(routers['exit_layers'])}",
         f"  exit threshold   {_threshold(routers['exit_threshold'], routers['threshold'])}",
-        *head,
         f"  draft vocabulary {_text(routers['draft_vocab_size'] or 'all tokens')}",
         f"  size             {routers['parameters']:,} parameters, {routers['size_mb']:g} MB",
     ]

@@ -77,7 +77,7 @@ def routers_for(
 def modes_to_run(mode: str, routers: TIDERouters | None) -> list[str]:
     """The modes that --mode selects; "all" selects every mode that can run."""
     if mode == ALL:
-        return list(MODES) if routers is not None else ["self_speculative"]
+        return list(MODES) if routers is not None and routers.exit_layers else ["self_speculative"]
     if mode != "self_speculative":
         required(routers, f"--mode {mode}")
     return [mode]
@@ -98,7 +98,7 @@ def required(routers: TIDERouters | None, needed_by: str) -> TIDERouters:
 def attached_method(loaded: Loaded, args: argparse.Namespace) -> DecodingMethod:
     """Attach TIDE to the loaded model, with the decoding arguments of the command."""
     (mode,) = modes_to_run(args.mode, loaded.routers)
-    threshold = usable_threshold(loaded.routers, args.exit_threshold, mode)
+    threshold = usable_threshold(loaded.routers, args.exit_threshold)
     attached = TIDEModelForCausalLM.attach(loaded.model, loaded.routers, mode=mode, engine=args.engine)
     return tide_method(attached, mode, threshold)
 

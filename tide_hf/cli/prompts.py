@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..common.data_files import read_rows
 from ..common.errors import ConfigurationError
-from ..common.rows import read_rows
 
 PROMPTS = (
     "What can I do to sleep better? Give me a few tips.",

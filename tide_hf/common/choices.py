@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from .errors import ConfigurationError, short
@@ -13,6 +14,7 @@ EAGER = "eager"
 ENGINES = (EAGER, "compiled")
 EXIT_STRATEGIES = ("identity", "linear")  # kinds of exit head
 STRATEGIES = (*EXIT_STRATEGIES, "eagle3")  # choices of `exit_strategy` in `calibrate`
+NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
 EXIT_CRITERIA = ("router", "confidence", "fixed")
 KV_CACHE_STRATEGIES = ("propagate", "recompute", "zero_pad")
 REMEMBERED_TOKENS = 32_768  # of earlier answers, some hundred of them: at 0.4 kB a token about 13 MB
@@ -38,6 +40,12 @@ def is_count(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
+def is_number(value: object) -> bool:
+    """Whether a value is a number: no bool, neither NaN nor infinity, and no integer beyond all floats."""
+    is_kind = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_kind and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+
+
 def check_counts(*, usual: int = 60, **counts: object) -> None:
     """Refuse counts that are not positive integers; the error suggests `usual`."""
     for name, value in counts.items():
@@ -54,8 +62,7 @@ def check_limit(**limits: object) -> None:
 
 def check_minutes(max_minutes: object) -> None:
     """Refuse a time budget that is not positive."""
-    is_number = isinstance(max_minutes, (int, float)) and not isinstance(max_minutes, bool)
-    if max_minutes is not None and not (is_number and max_minutes > 0):  # type: ignore[operator]
+    if max_minutes is not None and not (is_number(max_minutes) and max_minutes > 0):  # type: ignore[operator]
         raise _invalid("max_minutes", max_minutes, "a number of minutes above 0, or None", 60)
 
 

@@ -20,11 +20,9 @@ class ExitStats:
             choose it, as for an accepted draft token of an n-gram or a draft head.
         sources: For each row, what wrote each new token: the "draft head", an "exit layer 8", a "3-gram" of the row, a
             "remembered 12-gram" of an earlier answer, or a "full pass", which gives plain and bonus tokens.
-        rounds: Draft-and-verify rounds in `self_speculative`; full-depth passes after prefill, counted once per row, in
-            `early_exit` with a draft head. These run all layers over the tokens that have exited, too.
-        drafted: Draft tokens that were verified; in `early_exit`, tokens that exited with the draft head.
-        accepted: Draft tokens that the base model accepted and that are part of the output; in `early_exit`, as
-            `drafted`, since no token that exits is taken back.
+        rounds: Draft-and-verify rounds (`self_speculative`).
+        drafted: Draft tokens that were verified.
+        accepted: Draft tokens that the base model accepted and that are part of the output.
         mlp_tokens_skipped: Prompt tokens that an MLP skipped, counted once per layer (`early_exit` with
             `exits_in_prompt`).
         engine: The engine that ran the layers.
@@ -32,6 +30,7 @@ class ExitStats:
         fallback_reason: Why transformers' own loop decoded the call at full depth; `None` if TIDE decoded it. After
             a fallback, `layers_executed` is that of plain decoding.
         warm_up_s: Seconds that the call spent on engine warm-up, which later calls do not need.
+        rule_is_exact: Whether draft tokens were accepted by the exact rule, the base model's own choice.
         busy_note: What to do where other programs kept the CPU so busy that several threads may have been slow.
     """
 
@@ -48,6 +47,7 @@ class ExitStats:
     dtype: str = ""
     fallback_reason: str | None = None
     warm_up_s: float = field(default=0.0, compare=False)
+    rule_is_exact: bool = True
     busy_note: str | None = field(default=None, compare=False)
 
     @property
@@ -79,7 +79,7 @@ class ExitStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean number of tokens per draft-and-verify round, the bonus token included; or per full-depth pass."""
+        """Mean number of tokens per draft-and-verify round, the bonus token included."""
         return (self.accepted + self.rounds) / self.rounds if self.rounds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,9 +95,11 @@ class ExitStats:
             f"{self.num_layers} layers per token ({self.depth_fraction:.0%}), engine {self.engine!r}, {self.dtype}"
         )
         if self.rounds:
-            drafts = f"of {self.drafted} draft tokens accepted ({self.acceptance_rate:.0%})"
-            outcome = "tokens exited with the draft head" if self.mode == "early_exit" else drafts
-            lines.append(f"{self.accepted} {outcome}, {self.mean_acceptance_length:.2f} tokens a pass")
+            lines.append(
+                f"{self.accepted} of {self.drafted} draft tokens accepted ({self.acceptance_rate:.0%}), "
+                f"{self.mean_acceptance_length:.2f} tokens a pass"
+                + ("" if self.rule_is_exact else ", by a rule that is not exact")
+            )
         if self.warm_up_s:
             lines.append(f"{self.warm_up_s:.1f} s to warm up engine={self.engine!r}, once")
         return lines
@@ -106,7 +108,7 @@ class ExitStats:
         """The headlines, and the number of tokens by exit layer."""
         lines = self.headlines()
         for layer, count in self.exits_per_layer.items():
-            where = f"exit layer {layer}" if layer else "drafted by n-grams or the draft head, before any layer ran"
+            where = f"exit layer {layer}" if layer else "drafted before any layer ran"
             lines.append(f"{where}: {count} tokens ({count / self.total_tokens:.0%})")
         lines += [self.busy_note] if self.busy_note else []
         return "\n".join(lines)

@@ -3,6 +3,5 @@
 `gates` replaces the `forward` of decoder layers; the active `LayerRun` decides whether each layer runs. `early_exit`
 has the runs in which tokens exit early, `head_drafting` the runs with a draft head. `kv_cache` fills the K/V of
 skipped layers and rolls back rejected drafts, per row of a batch. `multi_token_passes` checks that verify passes give
-the logits of token-by-token decoding. `linear_gate` lets linear layers read their weights in other layouts,
-`fused_layers` runs layers of Llama's kind as one or two kernels each.
+the logits of token-by-token decoding.
 """

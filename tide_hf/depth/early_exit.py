@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from ..base_model.inputs import TYPES
 from ..base_model.structure import CACHE, DecoderStructure
 from ..base_model.unembed import Unembed
+from ..kernels.reference import exit_mask
 from ..routers.exit_points import ExitPoint
 from ..routers.routers import TIDERouters
 from .gates import LayerGate, LayerRun, input_state, on_device
@@ -86,13 +87,13 @@ class ExitRun(LayerRun):
         """Score the tokens at `exit_layer`; return the mask of tokens that exit there, or `None` if no token does."""
         exits = self.exit_layers_of_pass.to(hidden_states.device)
         scores = self.score(on_device(self.routers[exit_layer], hidden_states), hidden_states)
-        exit_mask = (scores >= self.options.exit_threshold) & (exits == self.num_layers)
-        count = int(exit_mask.sum())
+        exiting = exit_mask(scores, self.options.exit_threshold, exits == self.num_layers)
+        count = int(exiting.sum())
         if count == 0:
             return None
-        self.exit_layers_of_pass = torch.where(exit_mask, exit_layer, exits)
+        self.exit_layers_of_pass = torch.where(exiting, exit_layer, exits)
         self.num_exited += count
-        return exit_mask
+        return exiting
 
     @property
     def all_exited(self) -> bool:
@@ -297,7 +298,7 @@ class RecomputeRun(PostHocRun):
             del self.per_pass[num_passes:]
         stop_recording(self.current.kwargs[CACHE])
 
-    def give_up(self, cache: Cache) -> None:
+    def recover(self, cache: Cache) -> None:
         """After an interrupted call, crop a returned cache to the tokens whose K/V every layer holds."""
         cut_back(cache, min(int(layer.get_seq_length()) for layer in cache.layers))
 

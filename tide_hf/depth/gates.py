@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base_model.structure import DecoderStructure
-from ..kernels.ops import PLAIN, Ops
+from ..kernels.ops import WITHOUT_KERNELS, Ops
 from ..routers.draft_head import DraftHead
 from ..routers.exit_points import ExitPoint
 from .kv_cache import order_prefetch
@@ -156,12 +156,13 @@ class LayerRun:
     `execute_layer` runs a layer, given its gate and arguments; `None` means the layer's own `forward`.
     """
 
-    ops = PLAIN
-    execute_layer: ExecuteLayer | None = None
+    ops = WITHOUT_KERNELS
 
-    def __init__(self, structure: DecoderStructure, cache: Any = None) -> None:
+    def __init__(
+        self, structure: DecoderStructure, cache: Any = None, *, execute_layer: ExecuteLayer | None = None
+    ) -> None:
         self.num_layers = structure.num_layers
-        self.cache = cache
+        self.cache, self.execute_layer = cache, execute_layer
         self.layers_executed = 0
 
     def owns(self, kwargs: dict[str, Any]) -> bool:
@@ -176,6 +177,15 @@ class LayerRun:
             yield
         finally:
             self.cache = own
+
+    @contextmanager
+    def executing_by(self, execute_layer: ExecuteLayer | None) -> Iterator[None]:
+        """Let passes run their layers by this function; `None` changes nothing."""
+        before, self.execute_layer = self.execute_layer, execute_layer or self.execute_layer
+        try:
+            yield
+        finally:
+            self.execute_layer = before
 
     def starts(self, kwargs: dict[str, Any]) -> None:
         """Called with the model's arguments at the start of each pass that belongs to this run."""
@@ -209,8 +219,8 @@ class _DepthReached(BaseException):
 class FixedDepthRun(LayerRun):
     """A run whose passes end after `exit_layer` layers. Deeper layers and their K/V are not touched."""
 
-    def __init__(self, structure: DecoderStructure, cache: Any, exit_layer: int) -> None:
-        super().__init__(structure, cache)
+    def __init__(self, structure: DecoderStructure, cache: Any, exit_layer: int, **kwargs: Any) -> None:
+        super().__init__(structure, cache, **kwargs)
         self.exit_layer = exit_layer
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -245,8 +255,9 @@ class SegmentRun(FixedDepthRun):
         states: Tensor | None,
         frozen: Tensor | None = None,
         finish: Callable[[Tensor], Tensor] = lambda state: state,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(*args)
+        super().__init__(*args, **kwargs)
         self.begin, self.states, self.frozen, self.finish = begin, states, frozen, finish
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

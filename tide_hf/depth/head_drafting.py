@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from ..base_model.structure import DecoderStructure
 from ..routers.draft_head import Attention, DraftHead, attend
 from ..routers.routers import TIDERouters
-from .gates import LayerGate, LayerRun, input_state, on_device
+from .gates import ExecuteLayer, LayerGate, LayerRun, input_state, on_device
 from .kv_cache import crop
 
 STATE_ATTRIBUTE = "_tide_head"  # of a returned cache, holding a `HeadState`
@@ -72,6 +72,7 @@ class HeadRun(LayerRun):
         state: The head's state after the cached tokens.
         is_lazy: Whether the call has a single row.
         attention: Of the head's drafts.
+        execute_layer: As in `LayerRun`.
     """
 
     exit_layer = 0  # no layer of the base model runs before the head drafts
@@ -86,8 +87,9 @@ class HeadRun(LayerRun):
         *,
         is_lazy: bool,
         attention: Attention = attend,
+        execute_layer: ExecuteLayer | None = None,
     ) -> None:
-        super().__init__(structure, cache)
+        super().__init__(structure, cache, execute_layer=execute_layer)
         self.head, self.embed, self.is_lazy, self.attention = head, embed, is_lazy, attention
         self.kv = state.kv
         self.prev_hidden_state = state.prev_hidden_state  # (rows, 1, D) fused state of the last cached token
@@ -163,16 +165,6 @@ class HeadRun(LayerRun):
         Returns:
             The drafted tokens (rows), and the probabilities (rows) that the base model agrees.
         """
-        top, scores, self.draft_hidden_state = self.head.draft(self._step(tokens, mask))
-        return top, scores
-
-    def draft_logits(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """Run the head as `draft` does; return its logits, (rows, draft_vocab_size) in float32."""
-        logits, self.draft_hidden_state = self.head.read(self._step(tokens, mask))
-        return logits
-
-    def _step(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
-        """The head's output after `tokens`, (rows, 1, D)."""
         self._fill()
         fused = self.draft_hidden_state if self.draft_hidden_state is not None else self.prev_hidden_state
         embeddings = self._embed(tokens)
@@ -180,7 +172,9 @@ class HeadRun(LayerRun):
         slots, device = self._next_slots(1), embeddings.device
         attended = attended_slots(mask, slots, self.kv.get_seq_length())
         positions, attended = positions_of(mask, slots).to(device), attended.to(device)
-        return self.head(embeddings, fused, positions, self.kv, attended, self.attention)
+        output = self.head(embeddings, fused, positions, self.kv, attended, self.attention)
+        top, scores, self.draft_hidden_state = self.head.draft(output)
+        return top, scores
 
     def rollback(self, num_tokens: int) -> None:
         """Remove the K/V of the last `num_tokens` draft tokens."""
@@ -256,7 +250,7 @@ def attended_slots(mask: Tensor | None, slots: Tensor, length: int) -> Tensor:
 
 
 def head_run(
-    structure: DecoderStructure, cache: Any, routers: TIDERouters | None, embed: Any, *, is_lazy: bool
+    structure: DecoderStructure, cache: Any, routers: TIDERouters | None, embed: Any, **kwargs: Any
 ) -> HeadRun | None:
     """Make the run of a call in which the draft head may draft; `None` without one, or its K/V of the cached tokens."""
     head = routers.draft_head if routers is not None else None
@@ -267,4 +261,4 @@ def head_run(
     state = head_state_of(cache, head.identity, head.norm.weight.dtype)
     if state is None:
         return None
-    return HeadRun(structure, cache, head, embed, state, is_lazy=is_lazy)
+    return HeadRun(structure, cache, head, embed, state, **kwargs)

@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 
 from ..base_model.structure import CACHE
 from ..common.errors import UnsupportedOptionError
-from ..kernels.ops import PLAIN, Ops
+from ..kernels.ops import WITHOUT_KERNELS, Ops
 from ..kernels.reference import kv_compact
 
 
@@ -200,10 +200,10 @@ def cut_back(cache: Cache, length: int) -> None:
 class CacheSlots:
     """The slots of a batch's cache, where each row accepts its own number of draft tokens.
 
-    A pass writes one slot per row and token. Slots that all rows reject are cropped; other rejected slots stay as
-    holes, which the attention mask hides and positions skip. The cache is compacted when that frees a larger share of
-    its slots than `compaction_threshold`, or when a mask cannot hide holes (a sliding window counts slots): tokens move
-    to each row's end, and the longest row then has no holes.
+    A pass writes one slot per row and token. Slots that all rows reject are cropped; others stay, in `rejected`, where
+    the attention mask hides them and positions skip them. The cache is compacted when that frees a larger share of its
+    slots than `compaction_threshold`, or when a mask cannot hide rejected slots (a sliding window counts slots): tokens
+    move to each row's end, and the longest row then has no rejected slots.
 
     `length` is the number of committed slots; `attention_mask`, (rows, length), is the mask of the prompt, `None`
     without padding; `device` is the device of the tokens, since the layers of an offloaded cache move between devices.
@@ -216,14 +216,14 @@ class CacheSlots:
         attention_mask: Tensor | None,
         compaction_threshold: float,
         device: torch.device,
-        ops: Ops = PLAIN,
+        ops: Ops = WITHOUT_KERNELS,
         has_windows: bool = False,
     ) -> None:
         self.cache, self.length, self.mask = cache, length, attention_mask
         self.compaction_threshold, self.device = compaction_threshold, device
         self.ops, self.has_windows = ops, has_windows
-        self.holes: Tensor | None = None
-        self._num_tokens: list[int] = []  # of each row, holes not counted; valid while there are holes
+        self.rejected: Tensor | None = None
+        self._num_tokens: list[int] = []  # of each row; valid while there are rejected slots
         self.num_compactions = 0
 
     def mask_for(self, width: int) -> Tensor | None:
@@ -235,41 +235,41 @@ class CacheSlots:
     def commit(self, width: int, accepted: list[int]) -> None:
         """Retain the first `accepted[row]` of the `width` slots that the last pass wrote."""
         longest = max(accepted)
-        if min(accepted) == longest and self.holes is None:
+        if min(accepted) == longest and self.rejected is None:
             self.mask = self.mask_for(longest)
             self.length += longest
             # Crop even by 0 tokens, so that sliding-window layers drop the tokens that have left the window.
             self._crop(width - longest)
             return
-        before = [self.length] * len(accepted) if self.holes is None else self._num_tokens
+        before = [self.length] * len(accepted) if self.rejected is None else self._num_tokens
         self._num_tokens = [tokens + count for tokens, count in zip(before, accepted, strict=True)]
         slots = torch.arange(width, device=self.device)
-        mask, holes = self._with_holes(slots < torch.tensor(accepted, device=self.device)[:, None])
+        mask, rejected = self._with_rejected(slots < torch.tensor(accepted, device=self.device)[:, None])
         if self.has_windows:
-            self._compact(mask, holes)
+            self._compact(mask, rejected)
             return
         self._crop(width - longest)
         self.length += longest
-        self.mask, self.holes = mask[:, : self.length], holes[:, : self.length]
+        self.mask, self.rejected = mask[:, : self.length], rejected[:, : self.length]
         if 1 - max(self._num_tokens) / self.length > self.compaction_threshold:
-            self._compact(self.mask, self.holes)
+            self._compact(self.mask, self.rejected)
 
-    def settle(self) -> None:
-        """Compact the cache, so that no holes are left."""
-        if self.mask is not None and self.holes is not None:
-            self._compact(self.mask, self.holes)
+    def compact(self) -> None:
+        """Compact the cache, so that no rejected slots are left."""
+        if self.mask is not None and self.rejected is not None:
+            self._compact(self.mask, self.rejected)
 
-    def break_off(self) -> None:
+    def recover(self) -> None:
         """Make the cache consistent after an interrupted pass, which may have written to some layers only.
 
         Each row retains as many tokens as the shortest row has, or no tokens if a sliding window has dropped slots.
         """
         cut_back(self.cache, self.length)
-        if self.holes is None:
+        if self.rejected is None:
             return
         has_all = all(layer.keys.shape[-2] == self.length for layer in self.cache.layers if layer.is_initialized)
-        shortest = int((~self.holes).sum(dim=1).min()) if has_all else 0
-        order = torch.argsort(self.holes.to(torch.uint8), dim=1, stable=True)[:, :shortest]  # holes go last
+        shortest = int((~self.rejected).sum(dim=1).min()) if has_all else 0
+        order = torch.argsort(self.rejected.to(torch.uint8), dim=1, stable=True)[:, :shortest]  # rejected slots go last
         self._move(order, self.length)
 
     def select(self, rows: list[int]) -> Tensor:
@@ -278,8 +278,8 @@ class CacheSlots:
         self.cache.batch_select_indices(index)
         if self.mask is not None:
             self.mask = self.mask[index.to(self.mask.device)]
-        if self.holes is not None:
-            self.holes = self.holes[index.to(self.holes.device)]
+        if self.rejected is not None:
+            self.rejected = self.rejected[index.to(self.rejected.device)]
             self._num_tokens = [self._num_tokens[row] for row in rows]
         return index
 
@@ -293,21 +293,21 @@ class CacheSlots:
             if layer.is_initialized:  # without images, Mllama's cross-attention stores nothing
                 _gather_slots(layer, order, total, self.ops)
 
-    def _with_holes(self, is_accepted: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a pass's tokens to mask and holes, (rows, cached + width) each; `is_accepted` is (rows, width)."""
+    def _with_rejected(self, is_accepted: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a pass's tokens to mask and `rejected`, (rows, cached + width); `is_accepted` is (rows, width)."""
         shape, device = (is_accepted.shape[0], self.length), is_accepted.device
         mask = torch.ones(shape, dtype=torch.long, device=device) if self.mask is None else self.mask
-        holes = torch.zeros(shape, dtype=torch.bool, device=device) if self.holes is None else self.holes
-        return torch.cat([mask, is_accepted.to(mask)], dim=-1), torch.cat([holes, ~is_accepted], dim=-1)
+        rejected = torch.zeros(shape, dtype=torch.bool, device=device) if self.rejected is None else self.rejected
+        return torch.cat([mask, is_accepted.to(mask)], dim=-1), torch.cat([rejected, ~is_accepted], dim=-1)
 
-    def _compact(self, mask: Tensor, holes: Tensor) -> None:
+    def _compact(self, mask: Tensor, rejected: Tensor) -> None:
         """Move each row's tokens to the last slots, by one gather (or kernel) per layer."""
         self.num_compactions += 1
-        total, width = holes.shape[1], max(self._num_tokens)
-        # A stable sort puts holes first and leaves the tokens in order; the longest row sets how many slots remain.
-        order = torch.argsort((~holes).to(torch.uint8), dim=1, stable=True)[:, -width:]
-        self.mask, remaining = mask.gather(1, order), holes.gather(1, order)
-        self.holes = remaining if min(self._num_tokens) < width else None
+        total, width = rejected.shape[1], max(self._num_tokens)
+        # A stable sort puts rejected slots first and leaves the tokens in order; the longest row sets how many remain.
+        order = torch.argsort((~rejected).to(torch.uint8), dim=1, stable=True)[:, -width:]
+        self.mask, remaining = mask.gather(1, order), rejected.gather(1, order)
+        self.rejected = remaining if min(self._num_tokens) < width else None
         self.length = width
         self._move(order.masked_fill(remaining, -1) if self.ops.kernels is not None else order, total)
 

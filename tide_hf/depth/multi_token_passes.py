@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ..base_model.parity import check_parity, counts_slots, probe
+from ..base_model.parity import check_parity, probe, uses_slot_positions
 from ..base_model.structure import DecoderStructure, last_position, rope_limits
 from ..common.errors import UnsupportedModelError, UnsupportedOptionError
 from .kv_cache import crop_layers, start_recording
@@ -104,7 +104,7 @@ def check_widths(model: PreTrainedModel, structure: DecoderStructure, needs_logi
 
     crop_layers(cache.layers, length - start)
     wide = probe(model, structure, start, end, cache)
-    stay_level = not structure.is_known or counts_slots(model, structure, end, cache)
+    needs_same_length = not structure.is_known or uses_slot_positions(model, structure, end, cache)
     crop_layers(cache.layers, end - start)
     from_prefill = difference(wide, expected[start:end])
     is_causal = from_prefill <= tolerance
@@ -120,7 +120,7 @@ def check_widths(model: PreTrainedModel, structure: DecoderStructure, needs_logi
             break
     decides = torch.max if is_exact else torch.min if is_causal else torch.median
     _check_difference(model, float(decides(torch.tensor(singles))), tolerance, length)
-    return stay_level
+    return needs_same_length
 
 
 def _recording_cache(model: PreTrainedModel) -> DynamicCache:

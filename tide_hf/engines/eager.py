@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from time import perf_counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,69 +14,132 @@ from ..base_model.inputs import next_token_types, without_router_loss
 from ..base_model.structure import CACHE, bounds_positions, has_windows, last_position, may_replace_cache
 from ..base_model.unembed import DraftUnembed, greedy_tokens
 from ..common.choices import EAGER
-from ..depth.gates import FixedDepthRun, LayerRun, active, on_device
+from ..depth.gates import ExecuteLayer, FixedDepthRun, LayerRun, active, on_device
 from ..depth.head_drafting import HeadRun, head_run
 from ..depth.kv_cache import CacheSlots, add_layers, crop, last_slot, order_prefetch, start_recording, stop_recording
 from ..kernels.cpu.cpp_kernels import are_ready
 from ..speculation.attachment import Attachment
 from ..speculation.call import Call
+from ..speculation.drafts import Accepted, Draft
 from ..speculation.policy import CostTable
 from ..speculation.prefill import prefill
+from ..speculation.protocols import Pass
 from ..speculation.ranks import ranks_of
 from .gqa_attention import gqa_attention
+from .round_clock import RoundClock
 
 LONG_PROMPT = 128  # tokens; for shorter prompts, switching the attention implementation saves no time
 
 
-class EagerEngine:
-    """Runs one call with the model's own forward.
+@dataclass(frozen=True)
+class EagerPass:
+    """See [`Pass`]."""
 
-    Args, besides those of `EngineKind.engine`:
+    drafts: list[Draft]
+    inputs: Tensor
+    logits: Tensor
+    depths: list[int]
+
+    def tokens(self, chosen: Tensor | None = None) -> list[list[int]]:
+        """Read the top-1 token at each position, or those `chosen`."""
+        return (greedy_tokens(self.logits) if chosen is None else chosen).tolist()
+
+
+def prefill_eagerly(
+    model: Any,
+    attachment: Attachment,
+    call: Call,
+    *,
+    name: str = EAGER,
+    layers: ExecuteLayer | None = None,
+    drafts_with_head: bool = True,
+    fills_head_lazily: bool = True,
+) -> tuple[Pass, EagerEngine]:
+    """Run the prompts of a call with the model's own forward; see `EngineKind.prefill`.
+
+    Args, besides those of `EngineKind.prefill`:
         name: Name of the requested engine, under which costs are recorded.
-        fills_head_lazily: Whether, in a call with one row, the head's K/V are filled only when the head drafts.
+        layers: What runs the layers of the prompts, if not their own `forward`.
         drafts_with_head: Whether the draft head drafts.
+        fills_head_lazily: Whether, in a call with one row, the head's K/V are filled only when the head drafts.
+    """
+    input_ids, model_kwargs, structure = call.input_ids, call.model_kwargs, attachment.structure
+    cache, config = model_kwargs[CACHE], model.config.get_text_config()
+    # The head's K/V are in the call's cache, so the head does not draft if the model may replace that cache.
+    may_draft = drafts_with_head and not may_replace_cache(config, input_ids.shape[1])
+    add_layers(cache, config)
+    is_lazy = fills_head_lazily and input_ids.shape[0] == 1
+    routers = attachment.routers if may_draft else None
+    own = {"execute_layer": attachment.weights.execute_layer() if name == EAGER else None}
+    head = head_run(structure, cache, routers, model.get_input_embeddings(), is_lazy=is_lazy, **own)
+    run = head or LayerRun(structure, cache, **own)
+    try:
+        with active(run), _attention(attachment, call, model, name), run.executing_by(layers):
+            run.cache, logits = prefill(model, run, input_ids, call.generation_config, model_kwargs)
+    except BaseException:
+        if head is not None:
+            head.finish()
+        raise
+    depths = [structure.num_layers] * len(input_ids)
+    return EagerPass([Draft() for _ in depths], input_ids[:, -1:], logits, depths), EagerEngine(
+        model, attachment, call, run, name
+    )
+
+
+def _attention(attachment: Attachment, call: Call, model: Any, name: str) -> AbstractContextManager[None]:
+    """Use `gqa_attention` for batches and long prompts on CPUs."""
+    rows, length = call.input_ids.shape
+    may_use_kernels = attachment.weights.use_kernels is not False
+    is_long = length >= LONG_PROMPT and may_use_kernels and are_ready(model.dtype)
+    if name != EAGER or not (rows > 1 or is_long):
+        return nullcontext()
+    return gqa_attention(model, may_use_kernels=may_use_kernels)
+
+
+class EagerEngine:
+    """Runs one call after its prefill with the model's own forward.
+
+    Args:
+        model: The attached model.
+        attachment: What TIDE has added to it.
+        call: The call, whose `model_kwargs` are those after prefill.
+        run: The run that prefilled the cache.
+        name: Name of the requested engine, under which costs are recorded.
     """
 
     reads_drafts = True
-    widths: tuple[int, ...] = ()  # of verify passes; empty if any width is allowed
 
-    def __init__(
-        self,
-        model: Any,
-        attachment: Attachment,
-        call: Call,
-        *,
-        name: str = EAGER,
-        fills_head_lazily: bool = True,
-        drafts_with_head: bool = True,
-    ) -> None:
-        self.model, self.attachment, self.name = model, attachment, name
-        self.input_ids, self.config, self.model_kwargs = call.input_ids, call.generation_config, call.model_kwargs
-        cache, structure = self.model_kwargs[CACHE], attachment.structure
-        text_config = model.config.get_text_config()
-        self.ranks = ranks_of(model)
-        # The head's K/V are in the call's cache, so the head does not draft if the model may replace that cache.
-        may_draft = drafts_with_head and not may_replace_cache(text_config, self.input_ids.shape[1])
-        routers = attachment.routers if may_draft else None
-        add_layers(cache, text_config)
-        is_lazy = fills_head_lazily and self.input_ids.shape[0] == 1
-        self.head = head_run(structure, cache, routers, model.get_input_embeddings(), is_lazy=is_lazy)
-        self.run = self.head or LayerRun(structure, cache)
-        self.is_returned, self.max_new_tokens = call.cache_is_returned, call.max_new_tokens
-        self.temperature = float(self.config.temperature or 1.0) if self.config.do_sample else 0.0
-        self.last_slot = last_slot(cache)
-        self._slots: CacheSlots | None = None  # set by prefill
-        self.positions: Tensor | None = None  # of the next tokens, (rows,); (kinds, rows) for mRoPE
-        self.highest_position: Tensor | None = None  # (), that passes may use; `None` if higher ones do no harm
-        self.types: dict[str, Tensor] = {}  # token types of generated tokens, by input name
+    def __init__(self, model: Any, attachment: Attachment, call: Call, run: LayerRun, name: str) -> None:
+        self.model, self.attachment, self.call, self.run, self.name = model, attachment, call, run, name
+        self.head = run if isinstance(run, HeadRun) else None
+        self.is_returned = call.cache_is_returned  # to the caller, who may continue from it
+        self.input_ids, self.model_kwargs, cache = call.input_ids, call.model_kwargs, run.cache
+        start_recording(cache)
+        mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
+        for passed in ("inputs_embeds", CACHE):
+            self.model_kwargs.pop(passed, None)
+        self.types = next_token_types(model, self.model_kwargs)  # of generated tokens, by input name
+        threshold, ops = float(attachment.config.compaction_threshold), attachment.unembed.ops
+        config = model.config.get_text_config()
+        length, windows = int(cache.get_seq_length()), has_windows(config)
+        self.slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows)
         self.rows = list(range(self.input_ids.shape[0]))  # for each row still in the batch, its index in the call
+        # Of the next tokens, (rows,); (kinds, rows) for mRoPE.
+        self.positions = None if positions is None else _last_positions(positions, len(self.rows)) + 1
+        self.highest_position: Tensor | None = None  # (), that passes may use; `None` if higher ones do no harm
+        if self.positions is not None and bounds_positions(config):  # the answer's last token is never read
+            self.highest_position = self.positions.max() + max(0, call.max_new_tokens - 2)
+        self.last_slot = last_slot(cache)
+        if (most := last_position(config)) is not None:  # as a limit on slots, which is lower if positions are ahead
+            ahead = 0 if positions is None else max(0, int(positions.max()) + 1 - length)
+            self.last_slot = min(most - ahead, self.last_slot or most)
         self.last_tokens: list[int] = []  # each row's last token, the next pass's input
-        self._fed: list[int] = []  # exit layer of each token that draft steps have processed since the last rollback
+        self._width = 0  # of the last verify pass; 0 after prefill
+        self._drafted: list[int] = []  # exit layer of each token that draft steps have read since the last pass
         self._head_steps, self._draft_layers = 0, 0
         self._draft_unembed: DraftUnembed | None = None
-        self._logits: Tensor | None = None
-        self._inputs: Tensor | None = None  # of the last verify pass
-        self._width, self._started = 0, 0.0
+        ranks = ranks_of(model)
+        self._clock = RoundClock(self.costs_of, ranks.agree if ranks.many else float)
 
     @property
     def layers_executed(self) -> int:
@@ -89,113 +152,63 @@ class EagerEngine:
         return self.head.exit_layer if self.head is not None else None
 
     @property
-    def free_slots(self) -> int | None:
+    def max_draft_tokens(self) -> int | None:
         """How many draft tokens a static cache or learned position embeddings still allow; `None` without a limit."""
         return None if self.last_slot is None else max(0, self.last_slot - self.slots.length - 1)
 
-    @property
-    def slots(self) -> CacheSlots:
-        """The slots of the call's cache, after prefill."""
-        assert self._slots is not None  # set by prefill
-        return self._slots
-
     def costs_of(self, num_rows: int) -> CostTable:
-        """Measured costs of passes over `num_rows` rows."""
-        return self.attachment.costs_of(num_rows, self.name, self.widths)
+        """Measured costs of passes over `num_rows` rows, of any width."""
+        return self.attachment.costs_of(num_rows, self.name)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Activate the call's `LayerRun`; see `Engine.running`."""
-        if self.name == EAGER:
-            self.run.execute_layer = self.attachment.execute_layer()
+        """Activate the call's `LayerRun`; see `Engine.running`.
+
+        For a single row, MoE experts run as in `generate`'s decode on GPUs, with expert weights copied per token. In a
+        batch, verify passes have so many tokens that the copies might not fit into memory.
+        """
+        is_one = self.input_ids.shape[0] == 1
+        experts = self.model._optimize_model_for_decode() if is_one else nullcontext()
         try:
-            with active(self.run), self._attention():
+            with active(self.run), _attention(self.attachment, self.call, self.model, self.name), experts:
                 yield
         except BaseException:  # from a streamer, a criterion or Ctrl-C: the caller may reuse the cache
-            if self._slots is not None and self.is_returned:
-                self._slots.break_off()
+            if self.is_returned:
+                self.slots.recover()
             raise
         finally:
             if self.head is not None:
                 self.head.finish()
 
-    def decoding(self) -> AbstractContextManager[None]:
-        """For a single row, run MoE experts as `generate` does in decode on GPUs, with expert weights copied per token.
-
-        In a batch, verify passes have so many tokens that the copies might not fit into memory.
-        """
-        return nullcontext() if self.input_ids.shape[0] > 1 else self.model._optimize_model_for_decode()
-
-    def prefill(self) -> Tensor:
-        """Run prefill; return the logits of the last prompt tokens, (rows, 1, vocabulary)."""
-        cache, logits = prefill(self.model, self.run, self.input_ids, self.config, self.model_kwargs)
-        self.run.cache = cache  # the model may have replaced its cache
-        start_recording(cache)
-        mask, positions = (self.model_kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
-        for name in ("inputs_embeds", CACHE):
-            self.model_kwargs.pop(name, None)
-        self.types = next_token_types(self.model, self.model_kwargs)
-        threshold, ops = float(self.attachment.config.compaction_threshold), self.attachment.unembed.ops
-        config = self.model.config.get_text_config()
-        length, windows = int(cache.get_seq_length()), has_windows(config)
-        self._slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows)
-        self.positions = None if positions is None else _last_positions(positions, len(self.rows))
-        if (most := last_position(config)) is not None:  # as a limit on slots, which is lower if positions are ahead
-            ahead = 0 if positions is None else max(0, int(positions.max()) + 1 - length)
-            self.last_slot = min(most - ahead, self.last_slot or most)
-        return logits
-
-    def begin(self, tokens: list[int]) -> None:
-        """Set each row's first generated token."""
-        self.last_tokens = tokens
-        if self.positions is not None:
-            self.positions += 1
-            if bounds_positions(self.model.config.get_text_config()):  # the answer's last token is never fed
-                self.highest_position = self.positions.max() + max(0, self.max_new_tokens - 2)
-
-    def decoder(self, room: int) -> EagerEngine:
-        """Return this engine."""
-        return self
-
-    def draft(self, exit_layer: int, drafted: list[list[int]]) -> tuple[list[int], list[float]]:
+    def draft(
+        self, exit_layer: int, drafted: list[list[int]], num_tokens: int = 1
+    ) -> tuple[list[list[int]], list[float]]:
         """Draft one token for each row with the head at an exit layer; see `DraftEngine.draft`."""
-        head, start, fed = self.head, perf_counter(), len(self._fed)
+        self._clock.begin()
+        head, start = self.head, len(self._drafted)
         # A step that fills the head's K/V of several passes takes longer, so estimates of a step's cost ignore it.
         is_usual = head is None or head.num_pending <= 1
-        inputs = [[last, *tokens][fed:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
-        if isinstance(head, HeadRun) and exit_layer == head.exit_layer:
+        inputs = [[last, *tokens][start:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
+        if head is not None and exit_layer == head.exit_layer:
             self._head_steps += 1
-            top, scores = head.draft(self._upload(inputs), self.slots.mask_for(fed + 1))
+            top, scores = head.draft(self._upload(inputs), self.slots.mask_for(start + 1))
         else:
             is_usual &= self._draft_unembed is not None
             top, scores = self._draft_from(exit_layer, inputs)
         # One read for both; float32 holds token ids exactly.
         found, survivals = torch.stack([top.float(), scores.to(top.device, torch.float32)]).tolist()
-        self._fed += [exit_layer] * len(inputs[0])
-        milliseconds = self.ranks.agree((perf_counter() - start) * 1000)
-        is_usual &= len(inputs[0]) == 1
-        self.costs_of(len(inputs)).record(("draft", exit_layer), milliseconds, is_usual=is_usual)
-        return list(map(int, found)), survivals
-
-    def draft_logits(self, drafted: list[list[int]]) -> Tensor:
-        """Logits of the draft head; see `DraftEngine.draft_logits`."""
-        head, fed = self.head, len(self._fed)
-        assert isinstance(head, HeadRun)  # `head_layer` is 0
-        inputs = [[last, *tokens][fed:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
-        logits = head.draft_logits(self._upload(inputs), self.slots.mask_for(fed + 1))
-        self._fed.append(head.exit_layer)
-        self._head_steps += 1
-        return head.head.whole_vocab(logits, self.attachment.structure.vocab_size)
+        self._drafted += [exit_layer] * len(inputs[0])
+        self._clock.end_draft(exit_layer, len(inputs), is_usual=is_usual and len(inputs[0]) == 1)
+        return [[int(token)] for token in found], survivals
 
     def _draft_from(self, exit_layer: int, inputs: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Run the layers up to an exit layer; return the tokens (rows) that its head drafts, and their scores."""
         attachment, cache = self.attachment, self.slots.cache
         if self._draft_unembed is None:
             self._draft_unembed = attachment.draft_unembed()
-        run = FixedDepthRun(attachment.structure, cache, exit_layer)
-        run.execute_layer = self.run.execute_layer
+        run = FixedDepthRun(attachment.structure, cache, exit_layer, execute_layer=self.run.execute_layer)
         with active(run):
-            state = run.states_after(self._forward, self._upload(inputs), start=len(self._fed))[:, -1]
+            state = run.states_after(self._forward, self._upload(inputs), start=len(self._drafted))[:, -1]
         self._draft_layers += run.layers_executed
         if cache.offloading:  # it has prefetched the next layer, not the first
             order_prefetch(cache, self.input_ids.device)
@@ -204,64 +217,40 @@ class EagerEngine:
         scores = attachment.unembed.route(point.router, state)
         return self._draft_unembed(point.head(state)), scores
 
-    def draft_unread(self, exit_layer: int, num_tokens: int) -> None:
-        """Not supported: this engine reads each draft token."""
-        raise NotImplementedError
-
-    def rollback(self) -> None:
-        """Roll back the draft tokens' K/V."""
+    def _forget_drafts(self) -> None:
+        """Roll back the K/V of draft steps."""
         # Each layer is cropped only once, since every crop lets a sliding-window layer drop tokens before its window.
-        for layer_idx in range(max(self._fed, default=0)):
-            num_steps = sum(exit_layer > layer_idx for exit_layer in self._fed)
+        for layer_idx in range(max(self._drafted, default=0)):
+            num_steps = sum(exit_layer > layer_idx for exit_layer in self._drafted)
             crop(self.slots.cache.layers[layer_idx], num_steps)
         if self.head is not None and self._head_steps:
             self.head.rollback(self._head_steps)
-        self._fed.clear()
+        self._drafted.clear()
         self._head_steps = 0
 
-    def verify(self, drafted: list[list[int]]) -> None:
-        """Run one full-depth pass over each row's last token and draft."""
-        self._started = perf_counter()
-        self._width = width = 1 + max(map(len, drafted))
-        fed = [[last, *tokens] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
+    def verify(self, drafts: list[Draft]) -> EagerPass:
+        """Run one full-depth pass over each row's last token and draft; see `Engine.verify`."""
+        self._forget_drafts()
+        self._clock.begin()
+        chains = [draft.chain() for draft in drafts]
+        tokens = [[last, *chain.tokens] for last, chain in zip(self.last_tokens, chains, strict=True)]
+        self._width = width = max(map(len, tokens))
         # Shorter drafts are padded; the logits of the padding are not read.
-        self._inputs = self._upload([tokens + tokens[-1:] * (width - len(tokens)) for tokens in fed])
-        self._logits = self._forward(self._inputs).logits
+        inputs = self._upload([row + row[-1:] * (width - len(row)) for row in tokens])
+        return EagerPass(chains, inputs, self._forward(inputs).logits, [self.run.num_layers] * len(chains))
 
-    def drafted(self) -> None:
-        """Return `None`, since drafts were read when they were made."""
-
-    def logits(self) -> Tensor:
-        """(rows, width, vocabulary) logits of the last pass."""
-        assert self._logits is not None  # set by verify
-        return self._logits
-
-    def depths(self) -> None:
-        """Return `None`: every token is chosen after all layers."""
-
-    def inputs(self) -> Tensor:
-        """(rows, width) tokens that the last pass read."""
-        assert self._inputs is not None  # set by verify
-        return self._inputs
-
-    def top_tokens(self, chosen: Tensor | None = None, *, runs_ahead: bool = False) -> list[list[int]]:
-        """The top-1 token at each position of the last pass, or the `chosen` one; see `Engine.top_tokens`."""
-        return (greedy_tokens(self.logits()) if chosen is None else chosen).tolist()
-
-    def commit(self, new_tokens: list[list[int]]) -> None:
+    def commit(self, accepted: list[Accepted]) -> None:
         """Keep the K/V of the accepted tokens of the last pass; see `Engine.commit`."""
-        accepted = [len(tokens) for tokens in new_tokens]
-        self.slots.commit(self._width, accepted)
+        self.last_tokens = last_tokens(self.last_tokens, accepted)
+        if not self._width:  # all K/V of the prompt stay
+            return
+        counts = [len(one.tokens) for one in accepted]
+        self.slots.commit(self._width, counts)
         if self.head is not None:
-            self.head.commit(accepted)
+            self.head.commit(counts)
         if self.positions is not None:
-            self.positions += self.positions.new_tensor(accepted)
-        self.last_tokens = [
-            tokens[-1] if tokens else last for last, tokens in zip(self.last_tokens, new_tokens, strict=True)
-        ]
-        milliseconds = self.ranks.agree((perf_counter() - self._started) * 1000)
-        self.costs_of(len(accepted)).record(("verify", self._width), milliseconds)
-        self._logits = None
+            self.positions += self.positions.new_tensor(counts)
+        self._clock.end_round(self._width, len(counts))
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows of the batch."""
@@ -273,10 +262,10 @@ class EagerEngine:
         if self.positions is not None:
             self.positions = self.positions[..., index.to(self.positions.device)]
 
-    def finish(self, settle: bool) -> Any:
+    def finish(self, compact: bool) -> Any:
         """Return the cache as plain decoding would leave it; see `Engine.finish`."""
-        if settle:
-            self.slots.settle()
+        if compact:
+            self.slots.compact()
         stop_recording(self.slots.cache)
         if self.head is not None and self.is_returned:
             self.head.remember()
@@ -308,14 +297,10 @@ class EagerEngine:
     def _forward(self, ids: Tensor, start: int = 0) -> Any:
         return self.model(**self.inputs_of(ids, start), return_dict=True)
 
-    def _attention(self) -> AbstractContextManager[None]:
-        """Use `gqa_attention` for batches and long prompts on CPUs."""
-        rows, length = self.input_ids.shape
-        may_use_kernels = self.attachment.use_kernels is not False
-        is_long = length >= LONG_PROMPT and may_use_kernels and are_ready(self.model.dtype)
-        if self.name != EAGER or not (rows > 1 or is_long):
-            return nullcontext()
-        return gqa_attention(self.model, may_use_kernels=may_use_kernels)
+
+def last_tokens(before: list[int], accepted: list[Accepted]) -> list[int]:
+    """Each row's last token: that of its new tokens, or as `before`, which is empty before the first."""
+    return [one.tokens[-1] if one.tokens else before[row] for row, one in enumerate(accepted)]
 
 
 def _last_positions(positions: Tensor, rows: int) -> Tensor:

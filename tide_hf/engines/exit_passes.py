@@ -12,18 +12,14 @@ from .steps.exit_steps import SEGMENT_WIDTHS, WINDOW, Segment
 from .steps.step_buffers import StepBuffers
 
 
-class StepsHeldError(Exception):
-    """Another call holds the steps of the model."""
-
-
 class StepRunner(Protocol):
     """The part of the static engine that passes use."""
 
-    last_tokens: list[int]  # each row's last token, the next pass's input
+    buffers: StepBuffers
 
     @property
-    def buffers(self) -> StepBuffers:
-        """The tensors of the steps."""
+    def last_tokens(self) -> list[int]:
+        """Each row's last token, the next pass's input."""
 
     def upload(self, ids: list[list[int]], back: int = 0) -> None:
         """Upload the tokens of each row, which begin `back` tokens before the last one."""

@@ -38,7 +38,7 @@ _num_filled: ContextVar[Tensor | None] = ContextVar("num_filled", default=None)
 _end_on_device: ContextVar[Tensor | None] = ContextVar("end_on_device", default=None)
 _reads_lengths: ContextVar[bool] = ContextVar("reads_lengths", default=False)
 _may_use_kernels: ContextVar[bool] = ContextVar("may_use_kernels", default=True)  # in prefill
-_holes: ContextVar[Tensor | None] = ContextVar("holes", default=None)
+_rejected: ContextVar[Tensor | None] = ContextVar("rejected slots", default=None)
 
 
 @contextmanager
@@ -70,20 +70,20 @@ def reading_lengths(may_read: bool) -> Iterator[None]:
 
 
 @contextmanager
-def skipping_holes(holes: Tensor | None) -> Iterator[None]:
-    """Let masks count tokens and not slots, so that windows skip rejected tokens; see [`can_skip_holes`].
+def skipping_rejected(rejected: Tensor | None) -> Iterator[None]:
+    """Let masks count tokens and not slots, so that windows skip rejected tokens; see [`can_skip_rejected`].
 
-    `holes`, (rows, slots) int64, is 1 at slots of rejected tokens and else 0; `None` where no window counts slots.
+    `rejected`, (rows, slots) int64, is 1 at slots of rejected tokens and else 0; `None` where no window counts slots.
     """
-    token = _holes.set(holes)
+    token = _rejected.set(rejected)
     try:
         yield
     finally:
-        _holes.reset(token)
+        _rejected.reset(token)
 
 
-def can_skip_holes(model: PreTrainedModel) -> bool:
-    """Whether masks are made by transformers for this attention, and so within [`skipping_holes`] skip holes."""
+def can_skip_rejected(model: PreTrainedModel) -> bool:
+    """Whether transformers makes the masks for this attention, which then skip what [`skipping_rejected`] names."""
     is_sdpa = _can_change(model) and attention_of(model.config.get_text_config()) == "sdpa"
     return is_sdpa and type(model).__module__.startswith("transformers.")  # other code may make masks by itself
 
@@ -244,11 +244,11 @@ torch.library.register_fake("tide_hf::attend_filled", lambda query, *_: query.ne
 
 
 def mask_tokens(*, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | None:
-    """As `sdpa_mask`, which makes (rows, 1, width, slots) masks; within [`skipping_holes`], of tokens and not slots."""
-    holes = _holes.get()
-    if holes is None:
+    """As `sdpa_mask`, which makes (rows, 1, width, slots) masks; within [`skipping_rejected`], of tokens, not slots."""
+    rejected = _rejected.get()
+    if rejected is None:
         return sdpa_mask(mask_function=mask_function, **kwargs)
-    tokens = torch.arange(holes.shape[1], device=holes.device) - (holes.cumsum(dim=1) - holes)
+    tokens = torch.arange(rejected.shape[1], device=rejected.device) - (rejected.cumsum(dim=1) - rejected)
 
     def of_tokens(row: Any, head: Any, query_slot: Any, slot: Any) -> Any:
         return mask_function(row, head, tokens[row, query_slot], tokens[row, slot])

@@ -16,12 +16,12 @@ from ..common.choices import EAGER
 from ..depth.early_exit import ExitOptions
 from ..speculation.attachment import Attachment
 from ..speculation.call import Call
-from ..speculation.engine import Engine, EngineKind
+from ..speculation.protocols import Engine, EngineKind, Pass
 from ..speculation.ranks import ranks_of
-from .eager import EagerEngine
+from .eager import prefill_eagerly
 from .exit_passes import ExitPasses
 from .gqa_attention import attention_of
-from .static import StaticEngine
+from .static_prefill import prefill_on_steps, prefill_without_steps
 from .steps.step_store import CapturedSteps, CompiledSteps, StepStore
 
 KNOWN_ARGUMENTS = {"attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "cache_position"}
@@ -35,9 +35,12 @@ class EagerKind:
     """`engine="eager"`: the model's own forward, which needs no warm-up."""
 
     warm_up_seconds = 0.0
-    engine = EagerEngine
 
-    def exit_engine(self, *_: Any) -> str:
+    def prefill(self, model: Any, attachment: Attachment, call: Call) -> tuple[Pass, Engine]:
+        """See `EngineKind.prefill`."""
+        return prefill_eagerly(model, attachment, call)
+
+    def prefill_exits(self, *_: Any) -> str:
         """The reason why calls of `early_exit` with exit layers do not run on this engine's passes."""
         return "their layers run one by one"
 
@@ -72,22 +75,28 @@ class CompiledKind:
                 lines.enter_context(steps.warm_up.shown())
             yield
 
-    def engine(self, model: Any, attachment: Attachment, call: Call) -> Engine:
-        """The engine of one call: static where the call can run on steps, else eager."""
+    def prefill(self, model: Any, attachment: Attachment, call: Call) -> tuple[Pass, Engine]:
+        """See `EngineKind.prefill`; the engine is static where the call can run on steps, else eager."""
         steps = self._steps_for(model, call)
-        if isinstance(steps, StepStore):
-            return StaticEngine(EagerEngine(model, attachment, call, name="compiled", fills_head_lazily=False), steps)
-        self.log_eager(steps)
-        return EagerEngine(model, attachment, call)
+        if not isinstance(steps, StepStore):
+            self.log_eager(steps)
+            return prefill_eagerly(model, attachment, call)
+        if not steps.hold():
+            return prefill_without_steps(model, attachment, call)
+        return prefill_on_steps(model, attachment, call, steps)
 
-    def exit_engine(self, model: Any, attachment: Attachment, call: Call, options: ExitOptions) -> Engine | str:
-        """The engine of one `early_exit` call with exit layers; or the reason why it cannot run on steps."""
+    def prefill_exits(
+        self, model: Any, attachment: Attachment, call: Call, options: ExitOptions
+    ) -> tuple[Pass, Engine] | str:
+        """See `EngineKind.prefill_exits`."""
         steps = self._steps_for(model, call)
         if not isinstance(steps, StepStore):
             return steps
-        eager = EagerEngine(model, attachment, call, name="compiled", drafts_with_head=False)
-        passes = ExitPasses(options, attachment.structure.num_layers, len(eager.rows)) if options.may_exit else None
-        return StaticEngine(eager, steps, passes)
+        if not steps.hold():
+            return "another call holds the steps"
+        rows, num_layers = len(call.input_ids), attachment.structure.num_layers
+        passes = ExitPasses(options, num_layers, rows) if options.may_exit else None
+        return prefill_on_steps(model, attachment, call, steps, passes=passes, requires_steps=True)
 
     def _steps_for(self, model: Any, call: Call) -> StepStore | str:
         """The steps that a call can run on; or the reason why it cannot."""

@@ -16,26 +16,27 @@ from transformers.utils import logging as transformers_logging
 from ..base_model.structure import rope_limits
 from ..common.choices import check_counts, is_count
 from ..common.errors import ConfigurationError, short
-from ..depth.linear_gate import weight_dtypes
 from ..depth.multi_token_passes import multi_token_limit
-from ..kernels.cpu.cpp_kernels import DTYPES, are_ready, build_kernels, obstacle_to_build
+from ..kernels.cpu.cpp_kernels import build_kernels, obstacle_to_build
 from ..speculation.attachment import Attachment, head_priors
-from ..speculation.engine import UNREAD, Draft, DraftEngine
+from ..speculation.drafts import Accepted, Draft
 from ..speculation.policy import FEWEST_PLAIN, Option, choose
+from ..speculation.protocols import DraftEngine
 from ..speculation.rows import RowCriterion
+from ..weights.reading import WeightReading
 from .steps.exit_steps import WINDOW
-from .steps.step_buffers import WIDTHS
+from .steps.step_tensors import WIDTHS
 
 # Bytes of weights. Smaller models read them from the CPU's caches, where kernels gain little.
 WORTH_A_BUILD = 64 * 2**20
 # Prompt lengths to warm up; each may use a different weight layout.
 PROMPT_LENGTHS = (8, 40, 80, 160, 320)
 ANSWER_LENGTH = 2 * sum(WIDTHS)  # enough for the drafts of all verify widths
-OPTIONS = {"tide_mode": "self_speculative", "tide_strict": True, "do_sample": False, "return_dict_in_generate": False}
-OPTIONS |= {"num_beams": 1, "num_return_sequences": 1, "eos_token_id": None, "pad_token_id": 0}
+WARM_UP_CALL = {"tide_mode": "self_speculative", "tide_strict": True, "return_dict_in_generate": False}
+WARM_UP_CALL |= {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "eos_token_id": None, "pad_token_id": 0}
 # In a model's generation config these would end the warm-up, or keep its calls from the steps.
-OPTIONS |= dict.fromkeys(("max_time", "stop_strings", "exponential_decay_length_penalty", "cache_implementation"))
-OPTIONS |= {"output_attentions": False, "output_hidden_states": False}
+WARM_UP_CALL |= dict.fromkeys(("max_time", "stop_strings", "exponential_decay_length_penalty", "cache_implementation"))
+WARM_UP_CALL |= {"output_attentions": False, "output_hidden_states": False}
 
 logger = logging.getLogger(__name__)
 
@@ -92,18 +93,15 @@ class WarmUp:
 class WarmUpRounds(RowCriterion):
     """Drafts with each head, then arbitrary tokens for each verify width, and then ends all rows."""
 
-    rests = False
-
     def __init__(self) -> None:
         self.engine: Any = None
         self.rounds: list[tuple[str, int]] = []  # steps still to run, as in `StepStore.run`
 
-    def begin(self, engine: Any, exit_layers: list[int], exits_with_head: bool) -> WarmUpRounds:
+    def begin(self, engine: Any, exit_layers: list[int]) -> WarmUpRounds:
         """Set the call's engine, which exists after prefill, and plan the rounds; return self."""
         self.engine = engine
-        self.rounds = [("verify", width) for width in reversed(engine.widths or WIDTHS)]
+        self.rounds = [("verify", width) for width in reversed(WIDTHS)]
         self.rounds += [("draft", exit_layer) for exit_layer in exit_layers]
-        self.rounds += [("draft_logits", 0)] if exits_with_head else []
         return self
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
@@ -111,18 +109,10 @@ class WarmUpRounds(RowCriterion):
         kind, size = self.rounds.pop() if self.rounds else ("verify", 1)
         if kind == "verify" or min(limits) < 1:
             return [Draft().add([0] * min(size - 1, limit), "warm-up") for limit in limits]
-        if kind == "draft_logits":
-            self.engine.draft_logits([[] for _ in rows])
-            self.engine.rollback()
-            return [Draft() for _ in rows]
-        if not self.engine.reads_drafts:
-            self.engine.draft_unread(size, 1)
-            return [Draft().add([UNREAD], "warm-up", size) for _ in rows]
-        tokens, _ = self.engine.draft(size, [[] for _ in rows])
-        self.engine.rollback()
-        return [Draft().add([token], "warm-up", size) for token in tokens]
+        found, _ = self.engine.draft(size, [[] for _ in rows])
+        return [Draft().add(tokens, "warm-up", size) for tokens in found]
 
-    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
+    def observe(self, row: int, draft: Draft, accepted: Accepted) -> None:
         """Ignore the outcome."""
 
     def stops_row(self, index: int, token: int) -> bool:
@@ -150,7 +140,7 @@ def warm_up(model: Any, attachment: Attachment, engine: str, numbers: list[int],
     kind = attachment.engines[engine]
     before, stats = kind.warm_up_seconds, model.last_exit_stats
     most = _most_tokens(model, max_length)
-    run = _run_exits if attachment.mode == "early_exit" and not attachment.exits_with_head else _run
+    run = _run_exits if attachment.mode == "early_exit" else _run
     with kind.showing_warm_up():
         for number in numbers:
             run(model, attachment, engine, number, PROMPT_LENGTHS[0], most)
@@ -168,13 +158,13 @@ def _most_tokens(model: Any, max_length: int) -> int:
     return min(max_length, *(known for known in limits if known), max_length)
 
 
-def build_while_attaching(attachment: Attachment) -> None:
+def build_while_attaching(weights: WeightReading) -> None:
     """Build the kernels that eager calls lack, once on each machine, so that no user has to know of them.
 
     Only for models that they pay for, and where builds can be kept; else the log says at level INFO why not.
     """
-    missing = _missing_kernels(attachment) if attachment.use_kernels == "auto" else []
-    if not missing or sum(gate.num_bytes for gate in attachment.gates()) < WORTH_A_BUILD:
+    missing = weights.missing_kernels() if weights.use_kernels == "auto" else []
+    if not missing or weights.num_bytes < WORTH_A_BUILD:
         return
     reasons = {dtype: obstacle_to_build(dtype) for dtype in missing}
     for dtype, reason in reasons.items():
@@ -183,22 +173,17 @@ def build_while_attaching(attachment: Attachment) -> None:
     _build([dtype for dtype in missing if reasons[dtype] is None])
 
 
-def prepare_eager(attachment: Attachment) -> float:
+def prepare_eager(weights: WeightReading) -> float:
     """Build the kernels that eager calls lack, and convert the weights for them.
 
     Returns the seconds that this took; 0 if there was nothing to do.
     """
-    missing = _missing_kernels(attachment) if attachment.use_kernels is not False else []
+    missing = weights.missing_kernels()
     seconds = _build(missing)
     if missing:
-        attachment.measure_layouts()
+        weights.measure()
     begin = perf_counter()
-    return seconds + (perf_counter() - begin if attachment.convert_weights() else 0.0)
-
-
-def _missing_kernels(attachment: Attachment) -> list[torch.dtype]:
-    dtypes = weight_dtypes(attachment.gates()) & DTYPES.keys()
-    return [dtype for dtype in dtypes if not are_ready(dtype)]
+    return seconds + (perf_counter() - begin if weights.convert() else 0.0)
 
 
 def _build(dtypes: list[torch.dtype]) -> float:
@@ -231,7 +216,7 @@ def _run(
     model: Any, attachment: Attachment, engine: str, rows: int, length: int, max_length: int, padded: bool = False
 ) -> None:
     """Run one call on arbitrary tokens: prefill, then each step to be warmed up unless `max_length` leaves no room."""
-    rounds, exits_with_head = WarmUpRounds(), attachment.mode == "early_exit" and attachment.exits_with_head
+    rounds = WarmUpRounds()
     ids, mask = _prompts(model, attachment, rows, length, padded)
     model.generate(
         ids,
@@ -240,13 +225,13 @@ def _run(
         stopping_criteria=[rounds],
         tide_engine=engine,
         custom_generate=type(model)._sample,  # so that `generate` passes `make_drafter` on to `_sample`
-        make_drafter=lambda _, __, engine: rounds.begin(engine, _layers_to_draft(attachment, engine), exits_with_head),
-        **OPTIONS,
+        make_drafter=lambda _, __, engine: rounds.begin(engine, _layers_to_draft(attachment, engine)),
+        **WARM_UP_CALL,
     )
 
 
 def _run_exits(model: Any, attachment: Attachment, engine: str, rows: int, length: int, max_length: int) -> None:
-    """Run calls of `early_exit` with exit layers: one in which tokens hardly exit, one in which all exit at once."""
+    """Run calls of `early_exit`: one in which tokens hardly exit, one in which all exit at once."""
     ids, mask = _prompts(model, attachment, rows, length)
     for exit_threshold in (1.0, 0.0):
         model.generate(
@@ -256,7 +241,7 @@ def _run_exits(model: Any, attachment: Attachment, engine: str, rows: int, lengt
             stopping_criteria=[EndAfter(WINDOW + 1)],
             tide_engine=engine,
             exit_threshold=exit_threshold,
-            **{**OPTIONS, "tide_mode": "early_exit"},
+            **{**WARM_UP_CALL, "tide_mode": "early_exit"},
         )
 
 

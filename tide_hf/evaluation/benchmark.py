@@ -25,8 +25,8 @@ from ..common.stats import ExitStats
 from ..model import TIDEModelForCausalLM
 from ..routers.config import NEVER_EXIT, check_exit_threshold
 from ..routers.routers import TIDERouters
-from ..speculation.exits import NoDrafter
-from ..speculation.prefill import num_shared
+from ..speculation.drafters import NoDrafter
+from ..speculation.drafts import num_shared
 
 MAX_WARM_UPS = 6  # maximum number of runs until one compiles nothing, since each run may need new pass widths
 DEFAULT_EXIT_THRESHOLD = 0.9  # for the approximate modes, if the calibrated threshold lets no token exit
@@ -300,8 +300,8 @@ def tide_methods(
     """
     check_plain(model)
     attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode=modes[0], engine=engine)
-    methods = [tide_method(attached, mode, usable_threshold(routers, exit_threshold, mode)) for mode in modes]
-    return [DecodingMethod("generate", model), *methods]
+    threshold = usable_threshold(routers, exit_threshold)
+    return [DecodingMethod("generate", model), *(tide_method(attached, mode, threshold) for mode in modes)]
 
 
 def tide_method(attached: Any, mode: str, exit_threshold: float) -> DecodingMethod:
@@ -314,15 +314,15 @@ def tide_method(attached: Any, mode: str, exit_threshold: float) -> DecodingMeth
 
 def without_drafts(method: DecodingMethod) -> DecodingMethod:
     """`method` on the same attached model, but nothing drafts: the speed of its engine alone."""
-    options = {"custom_generate": type(method.model)._sample, "make_drafter": lambda *_: NoDrafter()}
+    options = {"custom_generate": type(method.model)._sample, "make_drafter": NoDrafter}
     return replace(method, name="engine alone, no drafts", options=method.options | options)
 
 
-def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None, mode: str = "early_exit") -> float:
-    """Return `exit_threshold`, else the calibrated threshold of `mode`, or the default if that lets no token exit."""
+def usable_threshold(routers: TIDERouters | None, exit_threshold: float | None) -> float:
+    """Return `exit_threshold`, else the calibrated threshold, or the default if that lets no token exit."""
     if exit_threshold is not None:
         return check_exit_threshold(exit_threshold)
-    calibrated = routers.config.threshold_of(mode) if routers is not None else NEVER_EXIT
+    calibrated = float(routers.config.exit_threshold) if routers is not None else NEVER_EXIT
     return calibrated if calibrated <= 1 else DEFAULT_EXIT_THRESHOLD
 
 

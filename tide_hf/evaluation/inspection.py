@@ -13,16 +13,17 @@ from ..base_model.parity import check_parity
 from ..base_model.structure import DecoderStructure, find_structure, input_device
 from ..base_model.unembed import Unembed
 from ..calibration.documents import Document, plan_batches
-from ..calibration.routers import CONVERGENCE_THRESHOLD, cosine_similarity
+from ..calibration.router_training import CONVERGENCE_THRESHOLD, cosine_similarity
 from ..calibration.states import StateReader, full_depth
 from ..common.choices import MODES
 from ..common.errors import CalibrationError, UnsupportedModelError
-from ..depth.linear_gate import linears_to_gate, packable
 from ..kernels.ops import kernel_facts, load_kernels
 from ..routers.config import NEVER_EXIT
 from ..routers.routers import TIDERouters
 from ..routers.tables import rows_by_layer
 from ..speculation.attachment import Attachment, hybrid_drafter
+from ..weights.linear_gate import linears_to_gate, packable
+from ..weights.reading import WeightReading
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,10 @@ def mode_facts(
     model: PreTrainedModel, structure: DecoderStructure, routers: TIDERouters | None
 ) -> dict[str, dict[str, Any]]:
     """Whether the model supports each mode, and a note if it does not or if routers are missing."""
-    parts = (type(model), structure, Unembed(model, structure), routers)
-    attachment = Attachment(*parts, MODES[0], NEVER_EXIT, hybrid_drafter)
+    weights = WeightReading(structure, routers, pack_weights=False)
+    attachment = Attachment(
+        type(model), structure, Unembed(model, structure), routers, weights, MODES[0], NEVER_EXIT, hybrid_drafter
+    )
     facts: dict[str, dict[str, Any]] = {}
     for mode in MODES:
         try:
@@ -126,26 +129,19 @@ def router_facts(routers: TIDERouters) -> dict[str, Any]:
     """Settings of the routers, and figures of their calibration record if they have one."""
     config = routers.config
     record = config.calibration or {}
-    figures = dict(rows_by_layer(record))
+    figures, threshold = dict(rows_by_layer(record)), record.get("threshold")
     tensors = [*routers.parameters(), *routers.buffers()]
     return {
         "base_model": config.base_model_name_or_path,
         "exit_strategy": config.exit_strategy,
         "exit_layers": {str(layer): figures.get(layer, {}) for layer in routers.exit_layers},
         "exit_threshold": config.exit_threshold,
-        "threshold": _choice(record.get("threshold")),
-        "draft_exit_threshold": config.draft_exit_threshold if config.draft_head is not None else None,
-        "draft_threshold": _choice(record.get("draft_head", {}).get("threshold")),
+        "threshold": threshold and {name: threshold[name] for name in ("tolerance", "confidence", "chosen")},
         "tolerances": record.get("tolerances", []),
         "draft_vocab_size": config.draft_vocab_size,
         "parameters": sum(parameter.numel() for parameter in routers.parameters()),
         "size_mb": round(sum(tensor.nbytes for tensor in tensors) / 1e6, 2),
     }
-
-
-def _choice(threshold: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What a record says about the choice of a threshold."""
-    return threshold and {name: threshold[name] for name in ("tolerance", "confidence", "chosen")}
 
 
 def packing_facts(structure: DecoderStructure) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from ..routers.config import check_exit_threshold
 from ..routers.routers import TIDERouters
 from ..routers.tables import MISSING, TextTable, shown_interval
 from .benchmark import check_plain
-from .teacher_forcing import exit_scores
+from .teacher_forcing import scores_by_layer
 
 ARRAYS_PER_LOGIT = 2  # logits and log-probabilities
 THRESHOLDS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -137,7 +137,7 @@ def _score_batch(unembed: Unembed, routers: TIDERouters, batch: StateBatch) -> t
     has_next[-1] = False
     targets = batch.tokens.roll(-1)[has_next]
     batch = batch.select(has_next)
-    scores = exit_scores(unembed, routers, batch.hidden_states, targets.device)
+    scores = scores_by_layer(unembed, routers, batch.hidden_states, targets.device)
     read = [_losses(unembed, states, targets) for states in _heads(routers, batch)]
     losses, tops, confidences = (torch.stack(column, dim=1) for column in zip(*read, strict=True))
     agrees = tops == batch.top_tokens[:, None]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..base_model.structure import find_structure, input_device
 from ..base_model.unembed import Unembed
-from ..calibration.states import capture, full_depth
+from ..calibration.states import captured_states, full_depth
 from ..calibration.threshold import exit_depths, exit_indices
 from ..depth.gates import on_device
 from ..generation import TIDEGenerationMixin
@@ -34,7 +34,9 @@ class ExitLogits:
 
 
 @torch.no_grad()
-def exit_scores(unembed: Unembed, routers: TIDERouters, states: Mapping[int, Tensor], device: torch.device) -> Tensor:
+def scores_by_layer(
+    unembed: Unembed, routers: TIDERouters, states: Mapping[int, Tensor], device: torch.device
+) -> Tensor:
     """Exit scores (..., E), float32 on `device`, of `states` (..., hidden_size) before the final norm."""
     columns = []
     for layer in routers.exit_layers:
@@ -63,10 +65,10 @@ def exit_logits(
     structure = find_structure(model)
     unembed = model._tide.unembed if isinstance(model, TIDEGenerationMixin) else Unembed(model, structure)
     options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    with full_depth(model), capture(structure, routers.exit_layers) as states:
+    with full_depth(model), captured_states(structure, routers.exit_layers) as states:
         model(input_ids=input_ids.to(input_device(model)), **inputs, use_cache=False, **options)
     final = states.pop(structure.num_layers)
-    indices = exit_indices(exit_scores(unembed, routers, states, final.device), exit_threshold)
+    indices = exit_indices(scores_by_layer(unembed, routers, states, final.device), exit_threshold)
     read = final.clone()
     for index, layer in enumerate(routers.exit_layers):
         exits = indices == index

@@ -10,13 +10,11 @@ import atexit
 import logging
 import os
 import shutil
-import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -24,8 +22,8 @@ from ..common.errors import KernelError, quoted
 from ..common.files import cache_folder, is_private_folder, make_private_folder
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-HEADERS = ("_HEADER_DIR", "_HEADER_LOCK_DIR", "_precompile_header")  # attributes of Inductor's codecache
 HEADER_FOLDER = "precompiled_headers"
+BUILDING = "_CxxBuild"  # ends the name of the folder that Inductor keeps beside a file while it is built
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +40,13 @@ def compiling() -> Iterator[None]:
 
     with compile_lock:
         folder = compile_cache_folder()
-        _remove_truncated(folder)
+        _remove_unfinished(folder)
+        _keep_headers_in(folder)
         variables = {VARIABLE: str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         try:
-            with _headers_in(folder):
-                yield
+            yield
         finally:
             for name, value in before.items():
                 os.environ.pop(name, None)
@@ -83,28 +81,33 @@ def compile_cache_folder() -> Path:
 
 
 @cache
-def _remove_truncated(folder: Path) -> None:
-    """Remove libraries that a killed linker left incomplete, which Inductor would try to load for ever; runs once.
+def _remove_unfinished(folder: Path) -> None:
+    """Remove libraries and headers that a killed compiler left incomplete, which no later process could use; runs once.
 
-    A library that another process is linking is locked by Inductor, and stays.
+    What another process is building is locked by Inductor, and stays.
     """
-    for library in folder.glob("*/*.so"):
-        if _is_truncated(library):
-            key = library.name.partition(".")[0]
-            with suppress(Timeout, OSError), FileLock(folder / "locks" / f"{key}.lock", timeout=0):
-                library.unlink()
+    for building in folder.glob(f"*/*{BUILDING}"):
+        name = building.name.removesuffix(BUILDING)
+        locks = (building.parent if building.parent.name == HEADER_FOLDER else folder) / "locks"
+        with suppress(Timeout, OSError), FileLock(locks / f"{name.partition('.')[0]}.lock", timeout=0):
+            for ending in (".o", ".so", ".gch"):
+                building.with_name(f"{name}{ending}").unlink(missing_ok=True)
 
 
-def _is_truncated(library: Path) -> bool:
-    """Whether an ELF file is cut off before the end of its section headers, which come last."""
-    with library.open("rb") as file:
-        header = file.read(64)
-    if not (header.startswith(b"\x7fELF\x02\x01") or b"\x7fELF\x02\x01".startswith(header)):
-        return False  # not a 64-bit ELF file: from another system
-    if len(header) < 64:
-        return True
-    offset, (size, count) = struct.unpack_from("<Q", header, 40)[0], struct.unpack_from("<HH", header, 58)
-    return offset == 0 or library.stat().st_size < offset + size * count
+def _keep_headers_in(folder: Path) -> None:
+    """Have Inductor precompile headers into a folder from now on, for a caller's own compilation too.
+
+    Its default folder is a shared one, whatever `TORCHINDUCTOR_CACHE_DIR` says, and what it knows of that is forgotten.
+    Without precompiled headers a first warm-up takes half a minute longer.
+    """
+    from torch._inductor import codecache, config  # noqa: PLC0415
+
+    headers = folder / HEADER_FOLDER
+    if not hasattr(codecache, "_HEADER_DIR"):  # in another version of PyTorch
+        config.cpp_cache_precompile_headers = False
+    elif str(headers) != codecache._HEADER_DIR:
+        codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = str(headers), str(headers / "locks")
+        codecache._precompile_header.cache_clear()
 
 
 @cache
@@ -132,33 +135,3 @@ def temporary_folder() -> Path:
         ) from error
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
-
-
-@contextmanager
-def _headers_in(folder: Path) -> Iterator[None]:
-    """Have Inductor precompile headers into a folder; otherwise it always uses a folder in its default cache.
-
-    The precompiling function is replaced as well, since it remembers headers that it has precompiled elsewhere.
-    """
-    from torch._inductor import codecache, config  # noqa: PLC0415
-
-    if not all(hasattr(codecache, name) for name in HEADERS):  # in another version of PyTorch
-        with config.patch(cpp_cache_precompile_headers=False):
-            yield
-        return
-    headers = folder / HEADER_FOLDER
-    values = (str(headers), str(headers / "locks"), _precompiler(folder))
-    before = {name: getattr(codecache, name) for name in HEADERS}
-    try:
-        vars(codecache).update(zip(HEADERS, values, strict=True))
-        yield
-    finally:
-        vars(codecache).update(before)
-
-
-@cache
-def _precompiler(_folder: Path) -> Callable[..., str]:
-    from torch._inductor import codecache  # noqa: PLC0415
-
-    function: Any = codecache._precompile_header
-    return cache(function.__wrapped__)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-DTYPES = (torch.bfloat16, torch.float16)
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
 PROBE = {"heads": 4, "kv_heads": 2, "width": 3, "slots": 96, "filled": 40}
 TOLERANCE = 0.03  # of values below 4, in half precision
@@ -42,7 +42,7 @@ def flash_decode(query: Tensor, key: Tensor, value: Tensor, end: Tensor, scale: 
 @cache
 def can_flash_decode(device: torch.device, dtype: torch.dtype, size: int) -> bool:
     """Whether heads of this size can be attended to so on a device: where that gives what masked attention gives."""
-    if device.type != "cuda" or dtype not in DTYPES or size > MAX_HEAD_SIZE or size % 8:
+    if device.type != "cuda" or dtype not in FLASH_DTYPES or size > MAX_HEAD_SIZE or size % 8:
         return False
     heads, kv_heads, width, slots, filled = PROBE.values()
     generator = torch.Generator().manual_seed(0)

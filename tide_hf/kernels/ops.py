@@ -62,10 +62,10 @@ class Ops:
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Pickle only the request, since whether kernels can be loaded depends on the machine."""
-        return (load_kernels, self._request) if self._request else "PLAIN"
+        return (load_kernels, self._request) if self._request else "WITHOUT_KERNELS"
 
 
-PLAIN = Ops(None, "use_kernels=False")
+WITHOUT_KERNELS = Ops(None, "use_kernels=False")
 
 
 def load_kernels(
@@ -92,7 +92,7 @@ def load_kernels(
         KernelError: `use_kernels=True`, and the kernels cannot be loaded.
     """
     if check_choice("use_kernels", use_kernels, USE_KERNELS) is False:
-        return PLAIN
+        return WITHOUT_KERNELS
     device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     request = (repo, revision, "auto", device)
     if device.type == "cpu" and not (use_kernels is True and os.environ.get("TRITON_INTERPRET") == "1"):

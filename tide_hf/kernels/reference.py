@@ -32,6 +32,11 @@ def normalize(
     return (scaled * (1.0 + factor if norm == "rms_one_plus" else factor)).to(hidden_states.dtype)
 
 
+def exit_mask(scores: Tensor, exit_threshold: float | Tensor, may_exit: Tensor | bool = True) -> Tensor:
+    """The exit rule: (...) bool, whether a token of those that `may_exit` exits: at `score >= exit_threshold`."""
+    return (scores >= exit_threshold) & may_exit
+
+
 def norm_route(
     hidden_states: Tensor,
     norm_weight: Tensor,
@@ -56,7 +61,7 @@ def norm_route(
     state = normalize(hidden_states, norm_weight, norm_bias, eps=eps, norm=norm).to(down_weight.dtype)
     state = functional.silu(functional.linear(state, down_weight, down_bias))
     scores = torch.sigmoid(functional.linear(state, up_weight, up_bias).squeeze(-1).float())
-    return scores, scores >= exit_threshold
+    return scores, exit_mask(scores, exit_threshold)
 
 
 def exit_compact(hidden_states: Tensor, exit_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from ..common.display import DOTS_PER_INCH, SIZE, figure_maker
 from ..common.errors import ConfigurationError, MissingPackageError
 from .config import NEVER_EXIT, TIDEConfig
 from .speculators import vllm_command
-from .tables import describe_thresholds, rows_by_layer, tables_of
+from .tables import describe_threshold, rows_by_layer, tables_of
 
 TEMPLATE = Path(__file__).parent / "model_card_template.md"
 HEAD_TEMPLATE = Path(__file__).parent / "head_card_template.md"
@@ -104,8 +104,7 @@ def _render(
         "record": record | {"exit_layers": dict(sorted(record["exit_layers"].items(), key=lambda row: int(row[0])))},
         "tables": tables_of(record, routers.config.num_hidden_layers),
         "plots": [file.relative_to(folder) for file in plots],
-        "threshold": " ".join(describe_thresholds(record)),
-        "head_threshold": (record.get("draft_head") or {}).get("threshold"),
+        "threshold": describe_threshold(record["threshold"]),
         "threshold_rows": _sampled(record["threshold"]["table"]),
     }
     return ModelCard.from_template(data, template_path=str(TEMPLATE), **values)
@@ -139,15 +138,10 @@ def _eval_results(record: dict[str, Any]) -> list[EvalResult]:
         figures.append(
             ("agreement", "Agreement of the draft head's first drafts with the full model", head["agreement"])
         )
-    choices = {
-        "exit_threshold": record["threshold"],
-        "draft_exit_threshold": head.get("threshold"),
-    }
-    for name, choice in choices.items():
-        for row in choice["table"] if choice else ():
-            if not row["exit_threshold"] == choice["chosen"] != NEVER_EXIT:
-                continue
-            where = f"in early_exit at {name} {choice['chosen']:g}"
+    chosen = record["threshold"]["chosen"]
+    for row in record["threshold"]["table"]:
+        if row["exit_threshold"] == chosen != NEVER_EXIT:
+            where = f"in early_exit at exit_threshold {chosen:g}"
             figures.append(("disagreement", f"Disagreement with the full model {where}", row["disagreement"]))
             figures.append(("depth", f"Share of the layers that run {where}", row["depth_fraction"]))
     documents = {"dataset_type": "tide-calibration", "dataset_name": record["data"], "dataset_split": "certify"}

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-from ..common.choices import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, check_choice
+from ..common.choices import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, NEVER_EXIT, check_choice, is_number
 from ..common.errors import ConfigurationError, RoutersFileError, quoted, short
 from ..common.files import parse_json
+from .draft_head_config import DraftHeadConfig
+from .tables import check_record
 
-NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
+HEAD_ADVICE = "Load the head again, or make another with tide_hf.calibrate()."
 # Fields of PreTrainedConfig that a config.json may have (transformers up to 5.20 adds `_commit_hash`). Other fields
 # are refused, because some of them name files, attention kernels or code for transformers to load.
 INHERITED_FIELDS = ("architectures", "dtype", "model_type", "transformers_version", "_commit_hash")
@@ -50,14 +52,13 @@ class TIDEConfig(PreTrainedConfig):
         min_layers (`int`): Smallest default exit layer; ignored if `exit_layers` is given.
         exit_strategy (`str`): Kind of exit head, `"identity"` or `"linear"`.
         translator_rank (`int`, *optional*): Rank of a `"linear"` head's translator; `None` is full rank.
-        draft_head (`dict`, *optional*): Shape of the draft head (see [`draft_head.DraftHeadConfig`]); `None` if there
-            is none. It needs no `exit_layers`. `post_hoc` does not use it.
+        draft_head (`dict`, *optional*): Shape of the draft head (see
+            [`draft_head_config.DraftHeadConfig`]); `None` if there is none. It needs no `exit_layers`.
         draft_vocab_size (`int`, *optional*): Number of most frequent tokens that drafts choose from; `None`: all.
             A small size saves most of the output head's cost in draft steps. Verify passes always use the whole
             vocabulary, and so do draft steps if the base model's head is quantised or offloaded.
         router_bottleneck_dim (`int`): Hidden width of a router.
         exit_threshold (`float`): A token exits if its exit score is at least this value. Above 1, no token exits.
-        draft_exit_threshold (`float`): The same for tokens of the draft head, in `early_exit`.
         kv_cache_strategy (`str`): How `early_exit` gets the K/V of layers that a token skips: `"recompute"` (exact:
             computed with the next token that runs these layers), `"propagate"` (computed in the same pass, from the
             state at the exit layer) or `"zero_pad"` (zeros).
@@ -85,7 +86,6 @@ class TIDEConfig(PreTrainedConfig):
     draft_vocab_size: int | None = None
     router_bottleneck_dim: int = 128
     exit_threshold: float | int = NEVER_EXIT
-    draft_exit_threshold: float | int = NEVER_EXIT
     kv_cache_strategy: str = "recompute"
     compaction_threshold: float | int = 0.25
     calibration: dict[str, Any] | None = None
@@ -114,17 +114,7 @@ class TIDEConfig(PreTrainedConfig):
         if self.exit_layers or self.draft_head is None:
             self.exit_layers = check_exit_layers(self.exit_layers, self.num_hidden_layers)
         if self.draft_head is not None:
-            check_draft_head(self.draft_head, self.num_hidden_layers, self.hidden_size, self.vocab_size)
-
-    @property
-    def exits_with_head(self) -> bool:
-        """Whether tokens exit with the draft head in `early_exit`, which needs exact K/V, and not at exit layers."""
-        return self.draft_head is not None and self.kv_cache_strategy == "recompute"
-
-    def threshold_of(self, mode: str) -> float:
-        """The calibrated threshold of `early_exit` or `post_hoc`."""
-        with_head = mode == "early_exit" and self.exits_with_head
-        return float(self.draft_exit_threshold if with_head else self.exit_threshold)
+            self.draft_head = checked_head(self.draft_head, self.num_hidden_layers, self.hidden_size, self.vocab_size)
 
     @classmethod
     def from_pretrained(cls, name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
@@ -174,13 +164,13 @@ def holds_routers(config: Any) -> bool:
     return isinstance(config, dict) and (config.get("model_type") == own or own in config)
 
 
-def read_config(name_or_path: str | os.PathLike[str], **where: Any) -> tuple[Any, str | None]:
-    """The content of `config.json`, and its commit on the Hub (`None` for a folder)."""
-    file = find_file(name_or_path, CONFIG_NAME, **where)
+def read_config(name_or_path: str | os.PathLike[str], name: str = CONFIG_NAME, **where: Any) -> tuple[Any, str | None]:
+    """The content of `config.json`, or of a copy of it, and its commit on the Hub (`None` for a folder)."""
+    file = find_file(name_or_path, name, **where)
     try:
         return parse_json(file.read_bytes()), extract_commit_hash(str(file), None)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise bad_file(name_or_path, f"a {CONFIG_NAME} that is no JSON ({error})") from error
+        raise bad_file(name_or_path, f"a {name} that is no JSON ({error})") from error
     except ValueError as error:
         raise bad_config(quoted(error)) from error
 
@@ -239,11 +229,6 @@ def check_exit_threshold(value: Any) -> float:
     return float(check_field("exit_threshold", value))
 
 
-def check_min_layers(value: object) -> int:
-    """Return `value`, or raise [`ConfigurationError`] if it is not a valid number of layers."""
-    return check_field("min_layers", value)
-
-
 def check_field(name: str, value: Any) -> Any:
     """Return `value`, or raise [`ConfigurationError`] if the rule for the field `name` refuses the value."""
     is_valid, expected = RULES[name]
@@ -258,61 +243,28 @@ def invalid(name: str, value: object, expected: str, do: str = "") -> Configurat
     return ConfigurationError(f"invalid {name}", got=short(value), expected=expected, do=do)
 
 
-def check_draft_head(config: Any, num_layers: int, hidden_size: int, vocab_size: int) -> None:
-    """Refuse the shape of a draft head that is none, or does not fit the base model's."""
-    do = HEAD_ADVICE
-    if not (isinstance(config, dict) and set(config) == set(HEAD_RULES)):
-        raise invalid("draft_head", config, f"a JSON object with the fields {', '.join(HEAD_RULES)}", do)
-    for name in HEAD_RULES:
-        check_head_field(name, config[name])
-    taps, own = config["tap_layers"], config["draft_vocab_size"]
-    target, keys = config["target_hidden_size"], config["num_key_value_heads"]
-    checks = (
-        ("tap_layers", taps, max(taps) <= num_layers, f"layers of a model that has {num_layers}"),
-        ("target_hidden_size", target, target == hidden_size, f"{hidden_size}, the base model's hidden size"),
-        ("draft_vocab_size", own, own <= vocab_size, f"at most the vocabulary's {vocab_size}"),
-        ("num_key_value_heads", keys, config["num_attention_heads"] % keys == 0, "a divisor of num_attention_heads"),
-    )
-    for name, got, is_valid, expected in checks:
-        if not is_valid:
-            raise invalid(f"{name} in draft_head", got, expected, do)
-
-
-def check_head_field(name: str, value: Any) -> None:
-    """Raise [`ConfigurationError`] if the rule for a field of `draft_head` refuses the value."""
-    is_right, expected = HEAD_RULES[name]
-    if not is_right(value):
-        raise invalid(f"{name} in draft_head", value, expected, HEAD_ADVICE)
-
-
-def check_record(record: Any) -> None:
-    """Refuse a calibration record that the drafting policy or the tables cannot read."""
-    do = "Make new routers with tide_hf.calibrate()."
-    if not isinstance(record, dict):
-        raise invalid("calibration", record, "a JSON object", do)
-    for name, (is_valid, expected) in RECORD_RULES.items():
-        if name in record and not is_valid(record[name]):
-            raise invalid(f"{name} in calibration", record[name], expected, do)
+def checked_head(config: Any, num_layers: int, hidden_size: int, vocab_size: int) -> dict[str, Any]:
+    """The shape of a draft head, with defaults; refuse one that is none, or does not fit the base model's."""
+    try:
+        head = DraftHeadConfig(**config)
+    except (StrictDataclassError, TypeError) as error:
+        expected = f"fields of {', '.join(DraftHeadConfig.__dataclass_fields__)}"
+        raise invalid("draft_head", " ".join(str(error).split()), expected, HEAD_ADVICE) from error
+    for name, fits, expected in (
+        ("tap_layers", max(head.tap_layers) <= num_layers, f"layers of a model that has {num_layers}"),
+        ("target_hidden_size", head.target_hidden_size == hidden_size, f"{hidden_size}, the base model's hidden size"),
+        ("draft_vocab_size", head.draft_vocab_size <= vocab_size, f"at most the vocabulary's {vocab_size}"),
+    ):
+        if not fits:
+            raise invalid(f"{name} in draft_head", getattr(head, name), expected, HEAD_ADVICE)
+    return asdict(head)
 
 
 Check = Callable[[Any], bool]
 
 
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max  # neither NaN nor infinity, and no huge integer
-
-
 def _is_positive(value: Any) -> bool:
-    return _is_number(value) and value >= 0
-
-
-def _is_share(value: Any) -> bool:
-    return _is_number(value) and 0 <= value <= 1
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= 2**63
+    return is_number(value) and value >= 0
 
 
 def _matches(pattern: str) -> Check:
@@ -327,7 +279,6 @@ def _one_of(*values: Any) -> tuple[Check, str]:
     return lambda value: value in values, "one of " + ", ".join(repr(value) for value in values)
 
 
-THRESHOLD = (_is_positive, "a number from 0 (always exit) to 1; anything above 1 never exits")
 HASH = (_matches("[0-9a-f]{1,64}"), "at most 64 hexadecimal digits")
 # A check for each field, and a description of valid values. Maximum sizes exceed those of any model, yet are small
 # enough that no file causes an endless loop or a huge allocation.
@@ -340,8 +291,7 @@ RULES: dict[str, tuple[Check, str]] = {
     "router_bottleneck_dim": _whole_number(2**20),
     "translator_rank": _whole_number(2**20),
     "draft_vocab_size": _whole_number(2**24),
-    "exit_threshold": THRESHOLD,
-    "draft_exit_threshold": THRESHOLD,
+    "exit_threshold": (_is_positive, "a number from 0 (always exit) to 1; anything above 1 never exits"),
     "compaction_threshold": (_is_positive, "the share of slots, from 0 to 1"),
     "base_model_name_or_path": (
         lambda value: isinstance(value, str) and 0 < len(value) <= 1024 and value.isprintable(),
@@ -355,88 +305,4 @@ RULES: dict[str, tuple[Check, str]] = {
     "architectures": _one_of(None, ["TIDERouters"]),
     "dtype": _one_of(None, "float64", "float32", "bfloat16", "float16"),
     "model_type": _one_of("tide"),
-}
-
-
-def _fields(required: dict[str, Check], optional: dict[str, Check]) -> Check:
-    """Make a check for a JSON object with `required` fields, and `optional` fields that may be missing or null."""
-
-    def is_valid(value: Any) -> bool:
-        if not (isinstance(value, dict) and all(check(value.get(name)) for name, check in required.items())):
-            return False
-        return all(value.get(name) is None or check(value[name]) for name, check in optional.items())
-
-    return is_valid
-
-
-def _map(key: str, is_valid: Check) -> Check:
-    """Make a check for a JSON object whose keys match the pattern `key` and whose values pass `is_valid`."""
-    is_key = _matches(key)
-    return lambda value: isinstance(value, dict) and all(is_key(str(k)) and is_valid(v) for k, v in value.items())
-
-
-def _list(is_valid: Check) -> Check:
-    return lambda value: isinstance(value, list) and all(map(is_valid, value))
-
-
-def _numbers(*names: str) -> dict[str, Check]:
-    return dict.fromkeys(names, _is_number)
-
-
-LAYER_FIGURES = _numbers(
-    "router_auc", "confidence_auc", "expected_calibration_error", "exit_rate", "head_parameters", "head_mb", "cost"
-)
-COVERAGE = _map(r"[01]\.[0-9]{1,4}", _is_number)  # keys are precisions
-TOLERANCE = _fields(
-    _numbers("tolerance"),
-    _numbers("exit_threshold", "disagreement", "depth_fraction")
-    | {"interval": lambda value: _list(_is_number)(value) and len(value) == 2},
-)
-TOLERANCES = (_list(TOLERANCE), "rows with a tolerance, and numbers for the other figures")
-CHOICE = (_fields(_numbers("tolerance", "confidence", "chosen"), {}), "tolerance, confidence and chosen")
-CURVE = _list(_fields({"tokens": _is_count, "agreement": _is_share}, {}))
-OTHERS = {
-    "documents_before": _is_count,
-    "curve": CURVE,
-    "coverage": COVERAGE,
-    "threshold": CHOICE[0],
-    "tolerances": TOLERANCES[0],
-}
-LAYER = _fields({"agreement": _is_share}, LAYER_FIGURES | OTHERS)
-# A check for each part of a calibration record, and a description of valid values. Older records lack some parts.
-RECORD_RULES: dict[str, tuple[Check, str]] = {
-    "exit_layers": (_map("[1-9][0-9]{0,3}", LAYER), "by exit layer an agreement from 0 to 1, and numbers"),
-    "draft_head": (LAYER, "an agreement from 0 to 1, a whole number of documents, and numbers for the other figures"),
-    "num_documents": (_is_count, "a whole number of documents"),
-    "threshold": CHOICE,
-    "tolerances": TOLERANCES,
-}
-
-HEAD_ADVICE = "Load the head again, or make another with tide_hf.calibrate()."
-SIZE, FLAG = _whole_number(2**20), (lambda value: type(value) is bool, "true or false")
-MAX_TAPS = 16
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-
-
-def _is_rope(value: Any) -> bool:
-    if not (isinstance(value, dict) and value.get("rope_type", "default") in ROPE_TYPES):
-        return False
-    others = (one for name, one in value.items() if name != "rope_type")
-    return all(_is_number(one) or type(one) is bool or one is None or _list(_is_number)(one) for one in others)
-
-
-# A check for each field of `draft_head.DraftHeadConfig`, and a description of valid values.
-HEAD_RULES: dict[str, tuple[Check, str]] = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), SIZE),
-    **dict.fromkeys(("head_dim", "target_hidden_size"), SIZE),
-    **dict.fromkeys(("draft_vocab_size", "max_position_embeddings"), _whole_number(2**24)),
-    "tap_layers": (
-        lambda value: _list(_is_count)(value) and value == sorted(set(value)) and 1 <= len(value) <= MAX_TAPS,
-        f"1 to {MAX_TAPS} ascending numbers of executed layers",
-    ),
-    "rms_norm_eps": (lambda value: _is_number(value) and 0 < value < 1, "a small positive number"),
-    "hidden_act": _one_of("silu", "gelu", "gelu_pytorch_tanh", "relu"),
-    "rope_parameters": (_is_rope, f"numbers, and a rope_type of {', '.join(ROPE_TYPES)}"),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "qk_norm", "norm_before_residual"), FLAG),
-    **dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output", "has_embedding"), FLAG),
 }

@@ -9,7 +9,6 @@ layer class, so every family can have one. Parameters are named as in the format
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from typing import Any
 from uuid import uuid4
 
@@ -24,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEm
 
 from ..common.errors import first_line
 from .config import HEAD_ADVICE, invalid
+from .draft_head_config import DraftHeadConfig
 from .exit_points import logit_of
 
 # Of transformers and PyTorch, where rotary embeddings are made of parameters that are missing or impossible.
@@ -40,69 +40,36 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -
     return attended.transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class DraftHeadConfig:
-    """Shape of a draft head; `rope_parameters` are as in transformers' `LlamaConfig`."""
+def layer_config(config: DraftHeadConfig) -> LlamaConfig:
+    """For transformers' rotary embedding."""
+    names = ("hidden_size", "num_attention_heads", "head_dim", "rope_parameters", "max_position_embeddings")
+    copied = {name: getattr(config, name) for name in names}
+    return LlamaConfig(**copied | {"rope_parameters": dict(config.rope_parameters)})  # which transformers adds to
 
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    draft_vocab_size: int
-    tap_layers: tuple[int, ...]  # layers executed before each hidden state that is fused; 0 is the embedding
-    target_hidden_size: int  # of the base model
-    rms_norm_eps: float = 1e-5
-    hidden_act: str = "silu"
-    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    max_position_embeddings: int = 2048
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False  # of queries and keys, as in Qwen3
-    norm_before_residual: bool = False  # whether the residual branch starts from the normalised fused state
-    norm_before_fc: bool = False  # one norm of all tapped states together
-    fc_norm: bool = False  # one norm for each tapped state
-    norm_output: bool = False  # whether the head continues from its normalised output
-    has_embedding: bool = False  # its own, instead of the base model's
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return {**asdict(self), "tap_layers": list(self.tap_layers)}
+def check_rope(config: DraftHeadConfig) -> None:
+    """Raise [`ConfigurationError`] if `rope_parameters` give no rotary embedding of `head_dim`."""
+    rope, half = config.rope_parameters, config.head_dim // 2
+    factors = (one for one in rope.values() if isinstance(one, list))
+    # What is built must be as small as the head, so these are checked first.
+    is_small = rope.get("partial_rotary_factor") in (None, 1) and all(len(one) == half for one in factors)
+    problem = "" if is_small else f"factors that do not fit a head_dim of {config.head_dim}"
+    try:
+        if is_small and not _has_rotary(config):
+            problem = "infinite values, or another size than head_dim"
+    except ROPE_ERRORS as error:
+        problem = first_line(error)
+    if problem:
+        expected = f"what transformers needs for a rope_type of {rope.get('rope_type', 'default')!r}"
+        raise invalid("rope_parameters in draft_head", problem, expected, HEAD_ADVICE)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> DraftHeadConfig:
-        """The config that `to_dict` gave; its values have been checked by `config.check_draft_head`."""
-        return cls(**{**values, "tap_layers": tuple(values["tap_layers"])})
 
-    @property
-    def layer_config(self) -> LlamaConfig:
-        """For transformers' rotary embedding."""
-        names = ("hidden_size", "num_attention_heads", "head_dim", "rope_parameters", "max_position_embeddings")
-        copied = {name: getattr(self, name) for name in names}
-        return LlamaConfig(**copied | {"rope_parameters": dict(self.rope_parameters)})  # which transformers adds to
-
-    def check_rope(self) -> None:
-        """Raise [`ConfigurationError`] if `rope_parameters` give no rotary embedding of `head_dim`."""
-        rope, half = self.rope_parameters, self.head_dim // 2
-        factors = (one for one in rope.values() if isinstance(one, list))
-        # What is built must be as small as the head, so these are checked first.
-        is_small = rope.get("partial_rotary_factor") in (None, 1) and all(len(one) == half for one in factors)
-        problem = "" if is_small else f"factors that do not fit a head_dim of {self.head_dim}"
-        try:
-            if is_small and not self._has_rotary():
-                problem = "infinite values, or another size than head_dim"
-        except ROPE_ERRORS as error:
-            problem = first_line(error)
-        if problem:
-            expected = f"what transformers needs for a rope_type of {rope.get('rope_type', 'default')!r}"
-            raise invalid("rope_parameters in draft_head", problem, expected, HEAD_ADVICE)
-
-    def _has_rotary(self) -> bool:
-        with torch.device("cpu"):
-            rotary = LlamaRotaryEmbedding(self.layer_config)
-            # Some types compute other frequencies beyond the positions that they were made for.
-            both = rotary(torch.ones(1), torch.tensor([[0, 2 * self.max_position_embeddings]]))
-        return all(one.shape[-1] == self.head_dim and bool(one.isfinite().all()) for one in both)
+def _has_rotary(config: DraftHeadConfig) -> bool:
+    with torch.device("cpu"):
+        rotary = LlamaRotaryEmbedding(layer_config(config))
+        # Some types compute other frequencies beyond the positions that they were made for.
+        both = rotary(torch.ones(1), torch.tensor([[0, 2 * config.max_position_embeddings]]))
+    return all(one.shape[-1] == config.head_dim and bool(one.isfinite().all()) for one in both)
 
 
 class _Attention(nn.Module):
@@ -173,7 +140,7 @@ class DraftHead(nn.Module):
 
     def __init__(self, config: DraftHeadConfig, vocab_size: int) -> None:
         super().__init__()
-        config.check_rope()
+        check_rope(config)
         self.config, size, eps = config, config.hidden_size, config.rms_norm_eps
         fused, count = len(config.tap_layers) * config.target_hidden_size, len(config.tap_layers)
         self.fc = nn.Linear(fused, size, bias=False)
@@ -250,23 +217,12 @@ class DraftHead(nn.Module):
         Returns the token ids (rows), their probability that the base model agrees (rows), and the state that the head
         continues from, (rows, 1, D).
         """
-        logits, state = self.read(state)
+        normalised = self.norm(state)
+        logits = self.lm_head(normalised[:, -1]).float()
         best, top = logits.max(dim=-1)
         tokens = top + self.d2t.to(top.device)[top]
-        return tokens, self.score(best - logits.logsumexp(dim=-1)), state
-
-    def read(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Read the head's output (rows, 1, D).
-
-        Returns logits (rows, draft_vocab_size) in float32, and the state that the head continues from, (rows, 1, D).
-        """
-        normalised = self.norm(state)
-        return self.lm_head(normalised[:, -1]).float(), normalised if self.config.norm_output else state
-
-    def whole_vocab(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """(rows, draft_vocab_size) logits -> (rows, vocab_size), -inf outside the draft vocabulary."""
-        tokens = self.tokens.to(logits.device)
-        return logits.new_full((len(logits), vocab_size), -torch.inf).index_copy(1, tokens, logits)
+        scores = self.score(best - logits.logsumexp(dim=-1))
+        return tokens, scores, normalised if self.config.norm_output else state
 
     def score(self, log_probabilities: Tensor) -> Tensor:
         """(...) log-probabilities of drafted tokens -> (...) probabilities that the base model agrees."""
@@ -284,7 +240,7 @@ class DraftHead(nn.Module):
         """The rotary embedding (cosines, sines) of positions (rows or 1, width), in the dtype of `inputs`."""
         rotary: Any = self.rotary
         if rotary is None or rotary.inv_freq.device != inputs.device:
-            rotary = self.__dict__["rotary"] = LlamaRotaryEmbedding(self.config.layer_config).to(inputs.device)
+            rotary = self.__dict__["rotary"] = LlamaRotaryEmbedding(layer_config(self.config)).to(inputs.device)
         return rotary(inputs, positions)
 
     def _store(self, inputs: Tensor, rope: tuple[Tensor, Tensor], kv: DynamicLayer) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,8 @@ from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from ..base_model.structure import DecoderStructure, find_structure
 from ..base_model.wrappers import base_inside
-from ..common.errors import BaseModelMismatchError, RoutersFileError, quoted, short
-from .config import check_head_field, find_file, holds_routers, read_config
+from ..common.errors import BaseModelMismatchError, RoutersFileError, short
+from .config import HEAD_ADVICE, find_file, holds_routers, invalid, read_config
 from .draft_head import DraftHead
 from .files import misfit, read_safetensors, translated_errors
 from .pickled import read_pickled
@@ -84,14 +84,13 @@ class ForeignHead:
         rope = layer.get("rope_parameters") or {"rope_theta": layer.get("rope_theta", 10000.0), **scaling}
         # Fields that have their default value are left out of a config that transformers saves.
         known = {name: layer[name] for name in LAYER_FIELDS if layer.get(name) is not None}
-        for name, value in known.items():
-            check_head_field(name, value)
         try:
             filled = LAYERS[kind](**known)
-        except StrictDataclassError as error:
-            raise self._refuse(quoted(error), "the config of a decoder layer") from error
-        values = {name: getattr(filled, name, False) for name in LAYER_FIELDS}
-        values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+            values = {name: getattr(filled, name, False) for name in LAYER_FIELDS}
+            values["head_dim"] = values["head_dim"] or values["hidden_size"] // values["num_attention_heads"]
+        except (StrictDataclassError, ArithmeticError) as error:
+            got = " ".join(str(error).split())
+            raise invalid("draft_head", got, "the config of a decoder layer", HEAD_ADVICE) from error
         values |= {name: bool(eagle.get(name, config.get(name))) for name in FLAGS}
         size, layers = structure.vocab_size, structure.num_layers
         default = sorted({min(2, layers), layers // 2, max(layers - 3, 0)})  # as in EAGLE-3

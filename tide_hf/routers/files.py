@@ -28,18 +28,15 @@ from ..common.errors import (
     quoted,
     short,
 )
-from ..common.files import parse_json, remove_abandoned, write_atomically
-from .config import TIDEConfig, bad_file, find_file
+from ..common.files import remove_abandoned, write_atomically
+from .config import TIDEConfig, bad_file, find_file, read_config
 from .pickled import DAMAGE, read_pickled
 from .speculators import NUM_DRAFT_TOKENS, from_speculators, speculators_config, to_speculators
 
-# Metadata keys of the safetensors file.
-CONFIG_COPY = "tide_config"
-DIGEST = "tide_config_and_values_sha256"
 # Where vLLM loads the draft head: the `model_type` by which it knows the format of the config, and the folder of the
 # tensors that are not the head's. It refuses tensors that it does not know, and reads no folder within a repository.
 SPECULATORS = "speculators"
-OTHERS = "tide"
+OTHERS = "tide"  # also of a copy of the config while a save is under way
 MAX_HEADER = 2**20  # bytes of names and shapes; each takes about a hundred
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,8 +69,8 @@ def routers_not_found(name_or_path: str | os.PathLike[str], got: str) -> Routers
 def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) -> None:
     """Write weights and config; a process killed at any time leaves either the old routers or the new ones.
 
-    Two files cannot be replaced atomically. The weights file therefore holds a copy of the config, which
-    [`matching_config`] uses if the config file is still the old one.
+    Two files cannot be replaced atomically. Before the weights, a copy of the config is therefore written to `tide/`,
+    in a file named by the weights' SHA-256, which [`matching_config`] uses if the config file is still the old one.
 
     A draft head is written in the format of the `speculators` package, so that vLLM loads it: `model.safetensors` has
     the head alone, and `config.json` that format's fields, with ours in the object `tide`. All other tensors are in
@@ -87,12 +84,12 @@ def write_routers(folder: Path, config: TIDEConfig, tensors: dict[str, Tensor]) 
         tensors, others = to_speculators(tensors, config.vocab_size)
         content = save(others, {"format": "pt"})
         config.others_sha256 = hashlib.sha256(content).hexdigest()
-        files[_others_file(config.others_sha256)] = content
-    config_copy = config.to_json_string()
-    digest = _digest(config_copy, save(tensors))
-    content = save(tensors, {"format": "pt", CONFIG_COPY: config_copy, DIGEST: digest})
+        files[_file_of(config.others_sha256)] = content
+    content = save(tensors, {"format": "pt"})
     config.weights_sha256 = hashlib.sha256(content).hexdigest()
-    write_files(folder, {**files, SAFE_WEIGHTS_NAME: content, CONFIG_NAME: _config_text(config).encode()})
+    text = _config_text(config).encode()
+    copy = _file_of(config.weights_sha256, "json")
+    write_files(folder, {**files, copy: text, SAFE_WEIGHTS_NAME: content, CONFIG_NAME: text})
     _remove_superseded(folder / OTHERS, config.others_sha256)
 
 
@@ -100,9 +97,10 @@ def _remove_superseded(folder: Path, current: str | None) -> None:
     """Remove the files of former saves, and what killed ones have left behind."""
     with suppress(OSError):  # what stays behind does no harm
         for name in {file.name.partition(".")[0] for file in folder.iterdir()} - {current}:
-            if re.fullmatch("[0-9a-f]{64}", name):
-                remove_abandoned(folder / f"{name}.safetensors")
-                (folder / f"{name}.safetensors").unlink(missing_ok=True)
+            for file in (folder / f"{name}.safetensors", folder / f"{name}.json"):
+                if re.fullmatch("[0-9a-f]{64}", name):
+                    remove_abandoned(file)
+                    file.unlink(missing_ok=True)
         folder.rmdir()  # only where it is empty
 
 
@@ -113,8 +111,8 @@ def _config_text(config: TIDEConfig) -> str:
     return json.dumps(speculators_config(config) | own, indent=2) + "\n"
 
 
-def _others_file(sha256: str) -> str:
-    return f"{OTHERS}/{sha256}.safetensors"
+def _file_of(sha256: str | None, suffix: str = "safetensors") -> str:
+    return f"{OTHERS}/{sha256}.{suffix}"
 
 
 def read_weights(
@@ -125,14 +123,14 @@ def read_weights(
     Returns the config that matches the weights (see [`matching_config`]) and the tensors.
     """
     content, tensors = read_safetensors(find_file(name_or_path, SAFE_WEIGHTS_NAME, **where))
-    config = matching_config(name_or_path, content, config)
+    config = matching_config(name_or_path, hashlib.sha256(content).hexdigest(), config, **where)
     known = config.others_sha256
     if known is None:
         return config, tensors
-    content, others = read_safetensors(find_file(name_or_path, _others_file(known), **where))
+    content, others = read_safetensors(find_file(name_or_path, _file_of(known), **where))
     found = hashlib.sha256(content).hexdigest()
     if found != known:
-        raise bad_file(name_or_path, f"{_others_file(known)} with SHA-256 {found[:12]}...")
+        raise bad_file(name_or_path, f"{_file_of(known)} with SHA-256 {found[:12]}...")
     return config, from_speculators(tensors, others)
 
 
@@ -203,6 +201,8 @@ def write_files(folder: Path, contents: dict[str, bytes]) -> None:
         for name in contents:
             remove_abandoned(folder / name)
     except OSError as error:
+        with suppress(OSError):
+            (folder / OTHERS).rmdir()  # only where it is empty
         raise RoutersNotSavedError(
             f"the routers could not be written to {folder}",
             got=quoted(error),
@@ -211,47 +211,27 @@ def write_files(folder: Path, contents: dict[str, bytes]) -> None:
         ) from error
 
 
-def matching_config(name_or_path: str | os.PathLike[str], content: bytes, config: TIDEConfig) -> TIDEConfig:
+def matching_config(name_or_path: str | os.PathLike[str], found: str, config: TIDEConfig, **where: Any) -> TIDEConfig:
     """Check weights by the checksum in `config` (safetensors has none); return the config that matches the weights.
 
-    That is `config`, or the copy in the weights file if a save was killed between the two files. Configs of earlier
-    versions have no checksum and are accepted. Raises [`RoutersFileError`] if the weights are damaged, or belong to
-    another config. `content` holds the bytes of a weights file, which safetensors has already parsed.
+    That is `config`, or else its copy in `tide/` if a save was killed between the two files, or what `config.json` says
+    by now if a save overtook the reader. Configs of earlier versions have no checksum and are accepted. Raises
+    [`RoutersFileError`] if the weights are damaged, or belong to another config. `found` is the weights' SHA-256.
     """
-    known, found = config.weights_sha256, hashlib.sha256(content).hexdigest()
+    known = config.weights_sha256
     if known in (None, found):
         return config
-    metadata = _header(content)[0].get("__metadata__", {})
-    config_copy = metadata.get(CONFIG_COPY)
-    if config_copy is None or metadata.get(DIGEST) != _digest(config_copy, content):
-        got = f"weights with SHA-256 {found[:12]}... where config.json says {str(known)[:12]}..."
-        raise bad_file(name_or_path, got)
-    logger.warning(
-        "%s of %s belongs to other weights, as after a save that was killed: the copy in %s is used. Save the routers "
-        "again to repair it.",
-        CONFIG_NAME,
-        name_or_path,
-        SAFE_WEIGHTS_NAME,
-    )
-    config = TIDEConfig.from_dict(parse_json(config_copy))
-    config.weights_sha256 = found
-    return config
-
-
-def _header(content: bytes) -> tuple[dict[str, Any], int]:
-    """Header of a safetensors file, and the offset of its tensor data."""
-    start = 8 + int.from_bytes(content[:8], "little")
-    return json.loads(content[8:start]), start
-
-
-def _digest(config: str, content: bytes) -> str:
-    """SHA-256 of a config and of a safetensors file without its metadata, where the digest itself is stored."""
-    header, start = _header(content)
-    header.pop("__metadata__", None)
-    digest = hashlib.sha256(config.encode())
-    digest.update(json.dumps(header, sort_keys=True).encode())
-    digest.update(memoryview(content)[start:])
-    return digest.hexdigest()
+    for file in (_file_of(found, "json"), CONFIG_NAME):
+        with suppress(OSError):
+            config = TIDEConfig.from_dict(read_config(name_or_path, file, **where)[0])
+            if config.weights_sha256 != found:
+                continue
+            if file != CONFIG_NAME:
+                left = f"belongs to other weights, as after a save that was killed: the copy in {file} is used"
+                logger.warning("%s of %s %s. Save the routers again to repair it.", CONFIG_NAME, name_or_path, left)
+            return config
+    got = f"weights with SHA-256 {found[:12]}... where config.json says {str(known)[:12]}..."
+    raise bad_file(name_or_path, got)
 
 
 def read_router_pt(

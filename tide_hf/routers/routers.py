@@ -17,7 +17,8 @@ from ..base_model.wrappers import base_inside
 from ..common.errors import BaseModelMismatchError, UnsupportedModelError, UnsupportedOptionError
 from ..common.hub_access import hub_options
 from .config import WHERE, TIDEConfig, bad_file, read_config
-from .draft_head import DraftHead, DraftHeadConfig
+from .draft_head import DraftHead
+from .draft_head_config import DraftHeadConfig
 from .exit_points import ExitPoint
 from .files import misfit, read_router_pt, read_weights, routers_not_found, translated_errors, write_routers
 
@@ -45,7 +46,7 @@ class TIDERouters(PreTrainedModel):
         self.exits = nn.ModuleDict({str(layer): ExitPoint(config) for layer in config.exit_layers or []})
         self.draft_head = None
         if config.draft_head is not None:
-            self.draft_head = DraftHead(DraftHeadConfig.from_dict(config.draft_head), config.vocab_size)
+            self.draft_head = DraftHead(DraftHeadConfig(**config.draft_head), config.vocab_size)
         size = config.draft_vocab_size
         self.register_buffer("draft_vocab", torch.arange(size) if size is not None else None)
         self.post_init()
@@ -251,7 +252,7 @@ class TIDERouters(PreTrainedModel):
             raise UnsupportedOptionError(
                 f"{needed_by} has no layer at which tokens could exit",
                 got="routers without exit layers",
-                expected="exit layers, or in early_exit a draft head and kv_cache_strategy='recompute'",
+                expected="routers with exit layers; a draft head alone only drafts",
                 do="Make routers with tide_hf.calibrate(), or choose another mode.",
             )
 

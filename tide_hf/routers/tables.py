@@ -9,7 +9,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from .config import NEVER_EXIT
+from ..common.choices import NEVER_EXIT, is_number
+from ..common.errors import ConfigurationError, first_line, short
 
 MISSING = "-"
 LAYER_NOTE = (
@@ -23,9 +24,8 @@ COVERAGE_NOTE = (
     "agree. The threshold for it is chosen on these same documents, so new text does a little worse."
 )
 HEAD_NOTE = (
-    "The draft head drafts (self_speculative), and tokens exit with it (early_exit). Agreement: its first token after "
-    "a full-depth pass is the full model's. AUC and calibration error are of its score as a prediction of that. "
-    "Documents before: those that earlier calibrations trained it on."
+    "Agreement: the head's first token after a full-depth pass is the full model's. AUC and calibration error are of "
+    "its score as a prediction of that. Documents before: those that earlier calibrations trained it on."
 )
 CURVE_NOTE = (
     "Tokens: those that training has read so far, again in each epoch. Agreement is that of the head's first drafts on "
@@ -34,12 +34,6 @@ CURVE_NOTE = (
 TOLERANCE_NOTE = (
     "Each bound holds by itself, so choose the tolerance before looking. The interval is for the measured "
     "disagreement, by resampling documents."
-)
-
-HEAD_TOLERANCE_NOTE = (
-    "Tokens that exit differ where they are not the full model's after the same text; those of full-depth passes never "
-    "do. Runs of exits are followed as far as the documents go on with their tokens: what comes after a token that "
-    "differs is left out. Depth: full-depth passes per token. " + TOLERANCE_NOTE
 )
 
 # Heading and format of each figure in the record.
@@ -74,18 +68,44 @@ class TextTable:
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def check_record(record: Any) -> None:
+    """Refuse a calibration record that the tables or the drafting policy cannot read, by reading it as they do."""
+    try:
+        tables_of(record, 1)
+        layers = rows_by_layer(record)
+        heads = [row for _, row in layers] + ([record["draft_head"]] if "draft_head" in record else [])
+        if not all(0 < layer < 10**4 for layer, _ in layers):
+            raise ValueError("an exit layer that no model has")
+        if not all(0 <= row["agreement"] <= 1 for row in heads):
+            raise ValueError("an agreement that is not from 0 to 1")
+        counts = [record.get("num_documents", 0), *(row.get("documents_before", 0) for row in heads)]
+        if not all(type(count) is int and 0 <= count <= 2**63 for count in counts):
+            raise ValueError("a number of documents that is no whole number")
+        numbers = [end for row in record.get("tolerances", []) for end in row.get("interval") or []]
+        if "threshold" in record:
+            numbers += [record["threshold"][name] for name in ("tolerance", "confidence", "chosen")]
+        if not all(map(is_number, numbers)):
+            raise ValueError("an interval or a threshold that is no finite number")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            "the calibration record cannot be read",
+            got=short(f"{type(error).__name__}: {first_line(error)}"),
+            expected="agreements from 0 to 1, numbers of documents, and finite numbers for the other figures",
+            do="Make new routers with tide_hf.calibrate().",
+        ) from error
+
+
 def tables_of(record: dict[str, Any], num_layers: int) -> list[tuple[str, TextTable, str]]:
     """Return the title, table and note of each table for which the record has figures."""
     layers = [(f"{layer} of {num_layers}", row) for layer, row in rows_by_layer(record)]
     head = record.get("draft_head") or {}
-    heads = [(f"{head['parameters']:,}", head)] if "parameters" in head else []
+    heads = [(shown(head["parameters"], ","), head)] if head.get("parameters") else []
     tables = [
         ("Exit layers", _figures_table("exit layer", layers, LAYER_COLUMNS), LAYER_NOTE),
         ("Draft head", _figures_table("parameters", heads, HEAD_COLUMNS), HEAD_NOTE),
         ("Training of the draft head", _curve_table(head), CURVE_NOTE),
         ("Coverage", _coverage_table(record), COVERAGE_NOTE),
         ("Tolerances", _tolerance_table(record), TOLERANCE_NOTE),
-        ("Tolerances of the draft head", _tolerance_table(head), HEAD_TOLERANCE_NOTE),
     ]
     return [(title, table, note) for title, table, note in tables if table.rows]
 
@@ -107,7 +127,7 @@ def _figures_table(first: str, rows: list[tuple[str, Any]], columns: dict[str, t
 def _curve_table(head: dict[str, Any]) -> TextTable:
     """One row per epoch."""
     curve = enumerate(head.get("curve") or [], start=1)
-    rows = [[str(epoch), f"{point['tokens']:,}", shown(point["agreement"], ".1%")] for epoch, point in curve]
+    rows = [[str(epoch), shown(point["tokens"], ","), shown(point["agreement"], ".1%")] for epoch, point in curve]
     return TextTable(["epoch", "tokens", "agreement"], rows)
 
 
@@ -136,13 +156,18 @@ def _tolerance_table(record: dict[str, Any]) -> TextTable:
 
 
 def shown(value: float | None, form: str, missing: str = MISSING) -> str:
-    """Format a figure with a format specification of Python; `missing` replaces `None`."""
+    """Format a figure with a format specification of Python; `missing` replaces `None`. `ValueError` if it is none."""
+    if not (value is None or is_number(value)):
+        raise ValueError(f"{short(value)} for a finite number")
     return missing if value is None else format(value, form)
 
 
 def shown_interval(ends: Sequence[float] | None, form: str) -> str:
     """Format both ends of an interval."""
-    return MISSING if ends is None else " to ".join(format(end, form) for end in ends)
+    if ends is None:
+        return MISSING
+    low, high = ends
+    return f"{low:{form}} to {high:{form}}"
 
 
 def rich_table(title: str, table: TextTable) -> Table:
@@ -160,22 +185,13 @@ def describe_bound(threshold: dict[str, Any]) -> str:
     return f"disagreement below {threshold['tolerance']:.1%} with {threshold['confidence']:.0%} confidence"
 
 
-def describe_thresholds(record: dict[str, Any]) -> list[str]:
-    """A sentence on the threshold of exit layers, and one on the draft head's if there is one."""
-    of_layers = describe_threshold(record["threshold"])
-    head = (record.get("draft_head") or {}).get("threshold")
-    if head is None:
-        return [of_layers]
-    return [f"Exit layers: {of_layers}", "Draft head: " + describe_threshold(head, "draft_exit_threshold")]
-
-
-def describe_threshold(threshold: dict[str, Any], name: str = "exit_threshold") -> str:
+def describe_threshold(threshold: dict[str, Any]) -> str:
     """One sentence on the chosen threshold."""
     bound = describe_bound(threshold)
     if threshold["chosen"] == NEVER_EXIT:
         return f"No threshold could be certified ({bound}): in early_exit no token exits. More samples may help."
     row = next(row for row in threshold["table"] if row["exit_threshold"] == threshold["chosen"])
     return (
-        f"{name} {threshold['chosen']:g} ({bound}): measured disagreement {row['disagreement']:.2%}, "
+        f"exit_threshold {threshold['chosen']:g} ({bound}): measured disagreement {row['disagreement']:.2%}, "
         f"depth {row['depth_fraction']:.1%} of the layers."
     )

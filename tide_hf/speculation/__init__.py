@@ -1,9 +1,9 @@
 """The self-speculative loop and its parts: an engine, a drafter, an acceptance rule.
 
-`loop` drafts, verifies, accepts and rolls back. `engine` has the protocols of engines and drafters; `drafters` drafts
-where `policy`, given the measured costs of passes, expects a gain; `answer_memory` has earlier answers to draft from;
-`acceptance` chooses tokens from full-depth logits, on accelerators by `device_choice` for a whole pass at once; `rows`
-has the sequences and their stopping criteria; `exits` has drafter and rule of `early_exit` with a draft head. `call`
-checks which calls the loop can decode. `attachment` has what TIDE adds to a model. `prefill` runs prompts in groups,
-and reuses the K/V of a shared prefix; `ranks` makes processes that share a model make the same decisions.
+`loop` drafts, verifies, accepts and rolls back. `protocols` says what its parts are, `drafts` has the tree of draft
+tokens that they hand on. `drafters` drafts where `policy`, given the measured costs of passes, expects a gain;
+`answer_memory` has earlier answers to draft from; `acceptance` chooses tokens from full-depth logits, on accelerators
+by `device_choice` for a whole pass at once; `rows` has the sequences and their stopping criteria. `call` checks which
+calls the loop can decode. `attachment` has what TIDE adds to a model. `prefill` runs prompts in groups, and reuses the
+K/V of a shared prefix; `ranks` makes processes that share a model make the same decisions.
 """

@@ -13,107 +13,113 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from .call import Call
 from .device_choice import BY_POSITION, SCORES_ONLY, DeviceChoice, can_choose_on
-from .engine import Draft
+from .drafts import ROOT, Accepted, Draft
+from .protocols import Pass
 from .ranks import Ranks
 from .rows import Row, Stopping
 
 # Stateless processors that treat each row by itself. With any other, all processors get whole batches.
-BY_ROW = (*SCORES_ONLY, *BY_POSITION, logits_process.NoRepeatNGramLogitsProcessor)
+PROCESSORS_BY_ROW = (*SCORES_ONLY, *BY_POSITION, logits_process.NoRepeatNGramLogitsProcessor)
 
 
-class AcceptanceRule:
-    """Chooses the tokens of one call, and ends its rows.
+class ExactAcceptance:
+    """The [`AcceptanceRule`] of `self_speculative`: accepts a draft token where plain decoding would have chosen it.
 
     The rows of a batch accept drafts independently if all processors and criteria are known to treat each row by
-    itself. If not, or with `stay_level`, the rows advance `together`: processors and criteria are called once for each
-    position, in order, with all rows, as in plain decoding, and a rejected draft of one row ends the round for all.
+    itself. If not, or with `same_length`, the rows advance in `lockstep`: processors and criteria are called once for
+    each position, in order, with all rows, as in plain decoding, and one row's rejected draft ends the round for all.
 
     Args:
         call: The call.
         ranks: Processes that have to draw the same tokens.
-        padding_is_returned: Whether the caller gets scores or K/V of the padding that follows ended rows.
-        stay_level: Whether all rows must have the same length, since the model's attention counts cache slots.
+        same_length: Whether all rows must have the same length, since the model's attention counts cache slots.
     """
 
-    def __init__(self, call: Call, ranks: Ranks, padding_is_returned: bool, stay_level: bool = False) -> None:
+    is_exact = (
+        True  # whether tokens are those of plain decoding; such a rule need not see logits where it can do without
+    )
+
+    def __init__(self, call: Call, ranks: Ranks, same_length: bool = False) -> None:
         self.config, self.streamer, self.ranks = call.generation_config, call.streamer, ranks
-        self.padding_is_returned = padding_is_returned
-        self.stopping = Stopping(call.stopping_criteria, self.config)
+        self.padding_is_returned = call.cache_is_returned  # with the scores or K/V that follow ended rows
+        self.stopping = Stopping(call.stopping_criteria, call.pad_token_id)
         self.rows = [Row(index, prompt[None]) for index, prompt in enumerate(call.input_ids)]
         is_returned = self.config.return_dict_in_generate
         self.returns_scores = bool(is_returned and self.config.output_scores)
         self.returns_logits = bool(is_returned and self.config.output_logits)
         processors = call.logits_processor
-        by_row = not stay_level and self.stopping.by_row and all(type(one) in BY_ROW for one in processors)
-        self.together = len(self.rows) > 1 and not by_row
+        by_row = not same_length and self.stopping.by_row and all(type(one) in PROCESSORS_BY_ROW for one in processors)
+        self.lockstep = len(self.rows) > 1 and not by_row
         self.processors_of = [_of_row(processors, row.index) if by_row else processors for row in self.rows]
-        self.on_device: DeviceChoice | None = None  # chooses the tokens of whole passes, where it can
-        may_choose = self.needs_logits and not self.together and not ranks.many
+        self.device_choice: DeviceChoice | None = None  # chooses the tokens of whole passes, where it can
+        may_choose = self.is_exact and self.needs_logits and not self.lockstep and not ranks.many
         if may_choose and can_choose_on(call.input_ids.device, processors, self.config.do_sample):
-            self.on_device = DeviceChoice(self.processors_of, self.config.do_sample)
+            self.device_choice = DeviceChoice(self.processors_of, self.config.do_sample)
 
     @property
     def needs_logits(self) -> bool:
         """Whether choosing tokens needs logits, and not only the top-1 token at each position."""
         return bool(
-            self.config.do_sample
+            not self.is_exact
+            or self.config.do_sample
             or len(self.processors_of[0])
             or self.returns_scores
             or self.returns_logits
-            or self.together  # criteria on whole batches may read scores
+            or self.lockstep  # criteria on whole batches may read scores
         )
 
     @property
-    def length(self) -> int:
-        """Number of new tokens of the longest row that has stopped."""
-        return max(row.stopped_at or 0 for row in self.rows)
+    def keeps_ended_rows(self) -> bool:
+        """Whether rows that have ended stay in the batch, since they are not padded, or their padding has effects."""
+        return not self.stopping.pads or self.padding_is_returned or self.lockstep
 
-    def room(self, row: Row) -> int:
+    def limit(self, row: Row) -> int:
         """How many tokens `row` may still add; a stopped row in the batch only grows to the longest row's length."""
-        if row.stopped_at is not None and not self.together:
+        if row.stopped_at is not None and not self.lockstep:
             return max(len(other.tokens) for other in self.rows) - len(row.tokens)
         # At least one, as in plain decoding, which checks no criterion before the first token.
         return max(1, self.config.max_length - row.prompt.shape[1] - len(row.tokens))
 
-    def accept(
-        self,
-        batch: list[Row],
-        logits: Tensor | None,
-        drafts: list[Draft],
-        top_tokens: list[list[int]] | None,
-        depths: list[int],
-    ) -> list[list[int]]:
-        """Choose tokens for each row of `batch`, position by position, until a token differs from the row's draft.
-
-        A pass, of `depths[i]` layers for `batch[i]`, gave `logits` (rows, width, vocabulary) if `needs_logits`, else
-        the `top_tokens` at each position of each row; so did `on_device`, if there is one. Returns each row's new
-        tokens: accepted draft tokens and one more.
-        """
-        before = [len(row.tokens) for row in batch]
-        if self.together:
-            self._accept_together(logits, drafts, depths)
+    def accept(self, batch: list[Row], verified: Pass) -> list[Accepted]:
+        """Choose tokens for each row of `batch`, position by position, until one is not among its draft's tokens."""
+        logits, chosen = None, None
+        if self.device_choice is not None:
+            chosen = verified.tokens(self.device_choice.choose(batch, verified.logits, verified.inputs))
+        elif not self.needs_logits:
+            chosen = verified.tokens()
         else:
-            for position, (row, draft) in enumerate(zip(batch, drafts, strict=True)):
-                chosen = top_tokens[position] if top_tokens is not None else None
-                own = logits[position] if logits is not None else None
-                self._accept_row(position, row, own, chosen, draft, depths[position])
+            logits = verified.logits
+        drafts, depths = verified.drafts, verified.depths
+        if self.lockstep:
+            found = self._accept_in_lockstep(logits, drafts, depths)
+        else:
+            found = [
+                self._accept_row(index, row, logits, chosen, drafts[index], depths[index])
+                for index, row in enumerate(batch)
+            ]
         for row in batch:
             row.last = row.tokens[-1] if row.tokens else row.last
-        new_tokens = [row.tokens[start:] for row, start in zip(batch, before, strict=True)]
-        if self.on_device is not None:
-            self.on_device.end(max(map(len, new_tokens)))
-        return new_tokens
+        if self.device_choice is not None:
+            self.device_choice.end(max(len(accepted.tokens) for accepted in found))
+        return found
 
-    def choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
+    def _choose(self, rows: Sequence[Row], logits: Tensor, drafted: Sequence[Sequence[int]]) -> list[int]:
         """Choose the next token of each of these rows from its logits, (rows, vocabulary)."""
         ids = torch.cat([row.ids for row in rows])
         logits = logits.to(copy=True, dtype=torch.float32, device=ids.device)
         scores = self.processors_of[rows[0].index](ids, logits)
         for position, row in enumerate(rows):
             self._keep(row, scores[position : position + 1], logits[position : position + 1])
+        tokens = self.pick(scores, drafted)
+        return [int(self.ranks.agree(token)) for token in tokens] if self.config.do_sample else tokens
+
+    def pick(self, scores: Tensor, drafted: Sequence[Sequence[int]]) -> list[int]:
+        """Pick each row's token from its scores, (rows, vocabulary), logits after the processors.
+
+        `drafted` are the tokens that a row's draft proposes at this position; the exact rule does not look at them.
+        """
         if self.config.do_sample:
-            drawn = torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1)
-            return [int(self.ranks.agree(token)) for token in drawn.flatten().tolist()]
+            return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).flatten().tolist()
         return scores.argmax(dim=-1).tolist()
 
     def _keep(self, row: Row, scores: Tensor, logits: Tensor) -> None:
@@ -124,48 +130,66 @@ class AcceptanceRule:
             row.logits.append(logits)
 
     def _accept_row(
-        self, number: int, row: Row, logits: Any, chosen: list[int] | None, draft: Draft, depth: int
-    ) -> None:
-        for position in range(min(len(draft.tokens) + 1, self.room(row))):
-            token = chosen[position] if chosen is not None else self.choose([row], logits[position : position + 1])[0]
-            if self.on_device is not None:
-                self.on_device.check(token, number, position)
+        self, index: int, row: Row, logits: Any, tokens: list[list[int]] | None, draft: Draft, depth: int
+    ) -> Accepted:
+        found, node = Accepted(), ROOT
+        for _ in range(self.limit(row)):
+            position = node + 1  # of the node in the pass, whose first token is the row's last
+            if tokens is not None:
+                token = tokens[index][position]
+            else:
+                [token] = self._choose([row], logits[index, position][None], [_tokens_after(draft, node)])
+            if self.device_choice is not None:
+                self.device_choice.check(token, index, position)
                 if self.returns_scores or self.returns_logits:
-                    self._keep(row, *self.on_device.at(number, position))
-            matched = self._add(row, token, draft, position, depth)
+                    self._keep(row, *self.device_choice.at(index, position))
+            child = self._add(row, token, draft, node, depth, found)
             stops = row.stopped_at is None and self.stopping(row)
             if stops:
                 row.stopped_at = len(row.tokens)
             if self.streamer is not None:  # after the criteria, as in plain decoding
                 self.streamer.put(torch.tensor([token]))
-            if stops or not matched:
+            if stops or child is None:
                 break
+            node = child
+        return found
 
-    def _accept_together(self, logits: Any, drafts: list[Draft], depths: list[int]) -> None:
-        for position in range(min(logits.shape[1], self.room(self.rows[0]))):
-            chosen = self.choose(self.rows, logits[:, position])
-            matched = [
-                self._add(row, token, draft, position, depth) or self._may_differ(row)
-                for row, token, draft, depth in zip(self.rows, chosen, drafts, depths, strict=True)
+    def _accept_in_lockstep(self, logits: Any, drafts: list[Draft], depths: list[int]) -> list[Accepted]:
+        """As `_accept_row`, for rows whose drafts are chains, position by position."""
+        found = [Accepted() for _ in self.rows]
+        for position in range(min(logits.shape[1], self.limit(self.rows[0]))):
+            node = position - 1
+            chosen = self._choose(self.rows, logits[:, position], [_tokens_after(draft, node) for draft in drafts])
+            goes_on = [
+                self._add(row, token, draft, node, depth, own) is not None or self._may_differ(row)
+                for row, token, draft, depth, own in zip(self.rows, chosen, drafts, depths, found, strict=True)
             ]
-            for row, stops in zip(self.rows, self.stopping.together(self.rows), strict=True):
+            for row, stops in zip(self.rows, self.stopping.of_rows(self.rows), strict=True):
                 if row.stopped_at is None and stops:
                     row.stopped_at = len(row.tokens)
-            if not all(matched) or all(row.stopped_at is not None for row in self.rows):
+            if not all(goes_on) or all(row.stopped_at is not None for row in self.rows):
                 break
+        return found
 
-    def _add(self, row: Row, token: int, draft: Draft, position: int, depth: int) -> bool:
-        """Add a token, or padding if the row has ended; return whether it equals the draft token."""
+    def _add(self, row: Row, token: int, draft: Draft, node: int, depth: int, found: Accepted) -> int | None:
+        """Add a token, or padding if the row has ended; return the child of `node` that drafted it, if one did."""
         if row.stopped_at is not None and self.stopping.pads:
             token = self.stopping.pad_token_id
-        matched = position < len(draft.tokens) and token == draft.tokens[position]
+        child = next((index for index in draft.children(node) if draft.nodes[index].token == token), None)
         row.tokens.append(token)
-        row.depths.append(draft.exit_layer_of(position) if matched else depth)
-        return matched
+        row.depths.append(depth if child is None else draft.nodes[child].exit_layer)
+        found.tokens.append(token)
+        if child is not None and len(found.path) == len(found.tokens) - 1:
+            found.path.append(child)
+        return child
 
     def _may_differ(self, row: Row) -> bool:
         """Whether `row` may differ from its draft: it has ended, and the model's output for its padding is not used."""
         return row.stopped_at is not None and self.stopping.pads and not self.padding_is_returned
+
+
+def _tokens_after(draft: Draft, node: int) -> list[int]:
+    return [draft.nodes[index].token for index in draft.children(node)]
 
 
 def _of_row(processors: Any, index: int) -> LogitsProcessorList:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,37 +12,22 @@ from ..base_model.unembed import DraftUnembed, Unembed, has_readable_rows
 from ..base_model.wrappers import check_adapters, check_uncompiled
 from ..common.choices import EAGER
 from ..common.errors import TIDEError, UnsupportedModelError, UnsupportedOptionError
-from ..depth.fused_layers import FusedLayers
-from ..depth.gates import ExecuteLayer
-from ..depth.linear_gate import (
-    KERNEL_LAYOUTS,
-    Layouts,
-    LinearGate,
-    allowed_layouts,
-    layouts_now,
-    linear_gates,
-    linears_in,
-    open_linear_gates,
-    weight_dtypes,
-)
-from ..kernels.cpu.cpp_kernels import are_ready
-from ..kernels.cpu.weight_layouts import DECODE_ROWS, PYTORCH_LAYOUTS, measure_layouts
 from ..routers.config import TIDEConfig
 from ..routers.draft_head import DraftHead
 from ..routers.exit_points import ExitPoint
 from ..routers.routers import TIDERouters
+from ..weights.reading import WeightReading
+from .acceptance import ExactAcceptance
 from .answer_memory import AnswerMemory
+from .call import Call
 from .drafters import HybridDrafter
-from .engine import DraftEngine, Drafter, EngineKind
 from .policy import CostTable
+from .protocols import DraftEngine, DrafterFactory, EngineKind, RuleFactory
 from .rows import Row
 
 UNKNOWN_AGREEMENT = 0.5  # of a draft head without a calibration record, until calls have shown it
 
 logger = logging.getLogger(__name__)
-
-# Makes the drafter of a call, given the attachment, the prompts' token ids and the engine that decodes.
-DrafterFactory = Callable[["Attachment", list[list[int]], Any], Drafter]
 
 
 @dataclass
@@ -54,27 +38,22 @@ class Attachment:
     structure: DecoderStructure
     unembed: Unembed
     routers: TIDERouters | None  # `None` where drafts come from n-grams alone
+    weights: WeightReading
     mode: str
     exit_threshold: float | None  # the user's; `None`: the calibrated one
     make_drafter: DrafterFactory
+    make_rule: RuleFactory = ExactAcceptance
     engines: dict[str, EngineKind] = field(default_factory=dict)  # by name
     engine: str = EAGER
-    use_kernels: bool | str = "auto"  # in eager calls
-    copies_at_once: bool = False  # whether even the first short answer may copy weights into another layout
-    stays_level: bool = False  # whether rows must, since the model counts cache slots, those of rejected drafts too
-    num_decoded: float = 0.0  # tokens per row that all calls have decoded
+    needs_same_length: bool = False  # whether all rows must have one length, since the model counts cache slots
     strict: bool = False  # whether calls that `self_speculative` does not support raise, instead of decoding plainly
     # Costs measured on this machine, by engine, widths of the engine's passes, and number of rows.
     costs: dict[tuple[str, tuple[int, ...], int], CostTable] = field(default_factory=dict)
     # The acceptance rate of each source in earlier calls, by temperature (0: greedy).
     acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
     answers: AnswerMemory = field(default_factory=AnswerMemory)  # of earlier calls in `self_speculative`
-    fused_layers: FusedLayers = field(init=False, repr=False)
     _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
     _fallbacks: set[str] = field(default_factory=set, repr=False)  # problems that have been logged as warnings
-
-    def __post_init__(self) -> None:
-        self.fused_layers = FusedLayers(self.structure)
 
     @property
     def config(self) -> TIDEConfig:
@@ -82,18 +61,14 @@ class Attachment:
         return self.routers.config if self.routers is not None else TIDEConfig()
 
     @property
-    def exits_with_head(self) -> bool:
-        """Whether tokens exit with the draft head in `early_exit`."""
-        return self.config.exits_with_head
-
-    @property
     def runs_on_steps(self) -> bool:
         """Whether calls in the attached mode run on the engine, and not layer by layer without it."""
         return self.mode != "post_hoc"
 
-    def threshold_of(self, mode: str) -> float:
-        """The exit threshold of calls in `mode` that set none."""
-        return self.config.threshold_of(mode) if self.exit_threshold is None else self.exit_threshold
+    @property
+    def default_threshold(self) -> float:
+        """The exit threshold of calls that set none."""
+        return float(self.config.exit_threshold) if self.exit_threshold is None else self.exit_threshold
 
     def costs_of(self, num_rows: int, engine: str, widths: tuple[int, ...] = ()) -> CostTable:
         """Measured costs of a batch of `num_rows`, at first copied from the next larger batch with known costs."""
@@ -121,51 +96,6 @@ class Attachment:
         for prompt, row in zip(prompts, rows, strict=True):
             self.answers.add(self.in_vocabulary(prompt), row.tokens[: row.stopped_at])
 
-    @contextmanager
-    def running(self, engine: str, max_new_tokens: int) -> Iterator[None]:
-        """The context in which a call on `engine` is decoded; half of `max_new_tokens` are expected."""
-        gates = self.gates()
-        for gate in gates:
-            gate.release_if_changed()
-        layouts = self._eager_layouts(gates)
-        if engine == EAGER and not self.copies_at_once:  # compiled graphs keep the layouts that they were traced with
-            decoded = self.num_decoded + max_new_tokens / 2
-            layouts = tuple(layout for layout in layouts if layout.pays_after <= decoded)
-        with self.engines[engine].showing_warm_up(), allowed_layouts(layouts, cache_choice=True):
-            yield
-
-    def gates(self) -> list[LinearGate]:
-        """The gates of linear layers."""
-        return list(linear_gates(self.structure, self.draft_head))
-
-    def measure_layouts(self) -> None:
-        """Measure which weight layouts decode the fastest on this machine, so that no call has to wait for it."""
-        gates = self.gates()
-        for dtype in weight_dtypes(gates):
-            measure_layouts(dtype, self._eager_layouts(gates))
-        self.execute_layer()  # probes and times the layers, which it remembers
-
-    def convert_weights(self) -> bool:
-        """Convert the weights to what the kernels read the fastest, so that no later call has to; return if any was."""
-        gates = self.gates()
-        if self._eager_layouts(gates) is not KERNEL_LAYOUTS:
-            return False
-        self.copies_at_once = True
-        before = [len(gate.converted) for gate in gates]
-        with self.running(EAGER, 0):
-            for gate in gates:
-                gate.prepare(DECODE_ROWS[0], layouts_now())
-        return before != [len(gate.converted) for gate in gates]
-
-    def execute_layer(self) -> ExecuteLayer | None:
-        """What runs decoder layers in an eager call, where that is not their own forward; see [`FusedLayers`]."""
-        return None if self.use_kernels is False else self.fused_layers.for_call()
-
-    def _eager_layouts(self, gates: list[LinearGate]) -> Layouts:
-        """The weight layouts that eager calls may read; those of kernels only if the kernels are compiled already."""
-        may_use_kernels = self.use_kernels is not False and all(map(are_ready, weight_dtypes(gates)))
-        return KERNEL_LAYOUTS if may_use_kernels else PYTORCH_LAYOUTS
-
     def exit_point(self, exit_layer: int) -> ExitPoint:
         """Router and head at `exit_layer`."""
         return self.require_routers("an exit head")[exit_layer]
@@ -183,17 +113,15 @@ class Attachment:
         found = self._draft_unembed  # which another thread may release at any time
         if found is None or not found.is_current():
             self._draft_unembed = found = DraftUnembed(self.unembed, vocab)
-            gate = next(linear_gates(self.structure), None)
-            if vocab is not None and gate is not None:
-                open_linear_gates(linears_in(found.head), gate.may_copy, anywhere=True)
+            if vocab is not None:
+                self.weights.open_for(found.head)
         return found
 
     def release(self) -> None:
         """Free the memory that is retained between calls."""
         self._draft_unembed = None
         self.answers.clear()
-        for gate in self.gates():
-            gate.release()
+        self.weights.release()
         for engine in self.engines.values():
             engine.release()
 
@@ -251,15 +179,15 @@ class Attachment:
             )
 
 
-def hybrid_drafter(attachment: Attachment, prompts: list[list[int]], engine: DraftEngine) -> HybridDrafter:
+def hybrid_drafter(attachment: Attachment, call: Call, engine: DraftEngine) -> HybridDrafter:
     """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
     priors = head_priors(attachment, engine)
     return HybridDrafter(
-        [attachment.in_vocabulary(prompt) for prompt in prompts],
+        [attachment.in_vocabulary(prompt) for prompt in call.prompts],
         engine.costs_of,
         priors,
         engine if priors else None,
-        attachment.acceptances.setdefault(engine.temperature, {}),
+        attachment.acceptances.setdefault(call.temperature, {}),
         attachment.answers,
     )
 

@@ -7,11 +7,13 @@ depth, unless TIDE was attached with `strict=True`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..base_model.inputs import check_no_cross_attention
 from ..base_model.structure import CACHE, check_rope, rope_limits
@@ -47,6 +49,11 @@ class Call:
         names = ("logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
         return {**{name: getattr(self, name) for name in names}, **self.model_kwargs}
 
+    @cached_property
+    def prompts(self) -> list[list[int]]:
+        """The token ids of each row's prompt, padding included."""
+        return self.input_ids.tolist()
+
     @property
     def cache_is_returned(self) -> bool:
         """Whether the caller gets the cache back."""
@@ -57,6 +64,23 @@ class Call:
     def max_length(self) -> int:
         """Maximum number of tokens of prompt and answer; a caller's MaxLengthCriteria overrides the config."""
         return max_length_of(self.stopping_criteria) or self.generation_config.max_length
+
+    @property
+    def pad_token_id(self) -> int:
+        """The token that follows the end of a row."""
+        pad = self.generation_config._pad_token_tensor
+        return int(pad) if pad is not None else 0
+
+    @property
+    def temperature(self) -> float:
+        """Of sampling; 0 for greedy decoding."""
+        config = self.generation_config
+        return float(config.temperature or 1.0) if config.do_sample else 0.0
+
+    @property
+    def ends_by_length(self) -> bool:
+        """Whether only their length ends rows, so that all of them end at once."""
+        return all(type(criterion) is MaxLengthCriteria for criterion in self.stopping_criteria)
 
     @property
     def prompt_length(self) -> int:

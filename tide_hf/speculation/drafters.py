@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..common.token_sources import NGRAM, head_source, ngram_source, remembered_source
 from .answer_memory import MATCH_LENGTHS, AnswerMemory
-from .engine import UNREAD, Draft, DraftEngine
+from .drafts import Accepted, Draft, num_shared
 from .policy import MAX_DRAFT, AcceptanceTable, CostTable, Option, choose, choose_continuation, worth_another_draft
-from .prefill import num_shared
+from .protocols import DraftEngine
 
 MAX_NGRAM = 5
 # The prior acceptance rate of n-gram matches, by their length.
@@ -17,6 +18,8 @@ NGRAM_PRIORS = {1: 0.05, 2: 0.2, 3: 0.35, 4: 0.5, MAX_NGRAM: 0.7}
 # The same for n-grams of earlier answers, so low that nothing is drafted from them (see `policy.MIN_GAIN`) before they
 # have been right in this model's calls: what they would have drafted is compared with each round's tokens all the same.
 REMEMBERED_PRIOR = 0.04
+NGRAM_SOURCES = {length: ngram_source(length) for length in NGRAM_PRIORS}
+REMEMBERED_SOURCES = {length: remembered_source(length) for length in MATCH_LENGTHS}
 LEARNING_RATE = 0.1  # share by which each draft moves the rates kept between calls towards the current estimate
 PRIOR_RATE = 0.05  # share by which each call first moves these rates back to their priors
 # Each round multiplies the weight of a head's observations by this. Otherwise, a few rejected drafts in a row would end
@@ -108,9 +111,10 @@ class HybridDrafter:
         self.indexes = [NgramIndex(prompt) for prompt in prompts]
         self.costs_of, self.engine = costs_of, engine
         self.heads = sorted(head_priors) if engine is not None else []
-        priors = {ngram_source(length): prior for length, prior in NGRAM_PRIORS.items()}
-        priors |= {remembered_source(length): REMEMBERED_PRIOR for length in MATCH_LENGTHS}
-        priors |= {head_source(layer): prior for layer, prior in head_priors.items()}
+        self.head_sources = {layer: head_source(layer) for layer in head_priors}
+        priors = {NGRAM_SOURCES[length]: prior for length, prior in NGRAM_PRIORS.items()}
+        priors |= dict.fromkeys(REMEMBERED_SOURCES.values(), REMEMBERED_PRIOR)
+        priors |= {self.head_sources[layer]: prior for layer, prior in head_priors.items()}
         self.learned = learned if learned is not None else {}
         for source, prior in priors.items():
             before = self.learned.get(source, prior)
@@ -119,15 +123,10 @@ class HybridDrafter:
         self._costs: CostTable | None = None  # of the last round's batch
         self._num_rows = self._num_tokens = 0  # of the last round
 
-    @property
-    def rests(self) -> bool:
-        """See `Drafter.rests`."""
-        return self._costs is not None and self._costs.rests
-
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Draft from the best source, continue from another if that pays; draft nothing if plain decoding is best."""
         for exit_layer in self.heads:
-            self.acceptances.forget(head_source(exit_layer), HEAD_MEMORY)
+            self.acceptances.forget(self.head_sources[exit_layer], HEAD_MEMORY)
         limits, drafts = [min(limit, MAX_DRAFT) for limit in limits], [Draft() for _ in rows]
         self._remembered = {row: self._match_in_memory(row) for row in rows}
         costs = self._next_round(len(rows))
@@ -150,19 +149,16 @@ class HybridDrafter:
                 self._continue_with_head(current)
         return drafts
 
-    def observe(self, row: int, draft: Draft, new_tokens: list[int], n_matches: int) -> None:
+    def observe(self, row: int, draft: Draft, accepted: Accepted) -> None:
         """Update the n-grams and the acceptance of the sources."""
-        self.indexes[row].extend(new_tokens)
-        self._num_tokens += len(new_tokens)
+        self.indexes[row].extend(accepted.tokens)
+        self._num_tokens += len(accepted.tokens)
         remembered = self._remembered.pop(row, Match())
-        if remembered.source not in ("", *(piece.source for piece in draft.pieces)):
-            tokens = remembered.tokens[: len(new_tokens)]
-            self._learn(remembered.source, len(tokens), num_shared(tokens, new_tokens))
-        for piece in draft.pieces:
-            self._learn(piece.source, piece.length, min(n_matches, piece.length))
-            n_matches -= piece.length
-            if n_matches < 0:
-                break  # tokens after a rejected one were never judged
+        if remembered.source not in ("", *(node.source for node in draft.nodes)):
+            tokens = remembered.tokens[: len(accepted.tokens)]
+            self._learn(remembered.source, len(tokens), num_shared(tokens, accepted.tokens))
+        for source, num_judged, num_accepted in draft.judged(accepted.path):
+            self._learn(source, num_judged, num_accepted)
 
     def _next_round(self, num_rows: int) -> CostTable:
         """End the last round; return the costs of one over `num_rows` rows."""
@@ -185,8 +181,10 @@ class HybridDrafter:
             ]
             options.append(Option(NGRAM, tuple(offers)))
         for exit_layer in self.heads:
-            acceptance = self.acceptances.probability(head_source(exit_layer))
-            options.append(Option(head_source(exit_layer), tuple((acceptance, limit) for limit in limits), exit_layer))
+            acceptance = self.acceptances.probability(self.head_sources[exit_layer])
+            options.append(
+                Option(self.head_sources[exit_layer], tuple((acceptance, limit) for limit in limits), exit_layer)
+            )
         return options
 
     def _match(self, row: int, drafted: Sequence[int]) -> Match:
@@ -198,40 +196,40 @@ class HybridDrafter:
         if not length:
             return Match()
         tokens = self.indexes[row].continuation(position, MAX_DRAFT, drafted)
-        return Match(ngram_source(length), tokens, self.acceptances.probability(ngram_source(length)))
+        return Match(NGRAM_SOURCES[length], tokens, self.acceptances.probability(NGRAM_SOURCES[length]))
 
     def _match_in_memory(self, row: int, drafted: Sequence[int] = ()) -> Match:
         end = [*self.indexes[row].tokens[-MATCH_LENGTHS[-1] :], *drafted]
         length, tokens = self.memory.find(end, MAX_DRAFT)
         if not length:
             return Match()
-        return Match(remembered_source(length), tokens, self.acceptances.probability(remembered_source(length)))
+        return Match(source := REMEMBERED_SOURCES[length], tokens, self.acceptances.probability(source))
 
     def _draft_unread(self, exit_layer: int, lengths: list[int], drafts: list[Draft]) -> None:
         """Let a head draft tokens that the host does not read before they are verified."""
-        if self.engine is not None:
-            self.engine.draft_unread(exit_layer, max(lengths))
-        for draft, length in zip(drafts, lengths, strict=True):
-            draft.add([UNREAD] * length, head_source(exit_layer), exit_layer)
+        if self.engine is None:
+            return
+        chains, _ = self.engine.draft(exit_layer, [[] for _ in drafts], max(lengths))
+        for draft, tokens, length in zip(drafts, chains, lengths, strict=True):
+            draft.add(tokens[:length], self.head_sources[exit_layer], exit_layer)
 
     def _draft_with_head(self, current: _Round, exit_layer: int, lengths: list[int]) -> None:
         """Add a head's tokens to the drafts, which have equal lengths, until another token is not expected to pay."""
         if self.engine is None:
             return
         before = drafted = [draft.tokens for draft in current.drafts]
-        own = self.acceptances.probability(head_source(exit_layer))
+        own = self.acceptances.probability(self.head_sources[exit_layer])
         for _ in range(max(lengths)):
-            tokens, scores = self.engine.draft(exit_layer, drafted)
+            found, scores = self.engine.draft(exit_layer, drafted)
             current.survivals = [survival * score for survival, score in zip(current.survivals, scores, strict=True)]
-            drafted = [[*tokens_before, token] for tokens_before, token in zip(drafted, tokens, strict=True)]
+            drafted = [[*tokens_before, *new] for tokens_before, new in zip(drafted, found, strict=True)]
             if not self._is_worth_more(current, own, len(drafted[0]), exit_layer):
                 break
             matches = [self._match(row, tokens) for row, tokens in zip(current.rows, drafted, strict=True)]
             if all(match.acceptance >= own for match in matches):
                 break  # n-grams continue from here: their tokens are at least as likely to be accepted, and free
-        self.engine.rollback()
         for draft, tokens, start, length in zip(current.drafts, drafted, before, lengths, strict=True):
-            draft.add(tokens[len(start) :][:length], head_source(exit_layer), exit_layer)
+            draft.add(tokens[len(start) :][:length], self.head_sources[exit_layer], exit_layer, probability=own)
 
     def _draft_with_ngrams(self, current: _Round, matches: list[Match], lengths: list[int]) -> None:
         """Add the continuations of n-grams to the drafts of the rows that have a match."""
@@ -239,7 +237,7 @@ class HybridDrafter:
         for number, (match, length) in enumerate(zip(matches, lengths, strict=True)):
             if match.tokens:
                 tokens = list(match.tokens[:length])
-                current.drafts[number].add(tokens, match.source)
+                current.drafts[number].add(tokens, match.source, probability=match.acceptance)
                 current.survivals[number] = match.acceptance ** len(tokens)
 
     def _continue_with_ngrams(self, current: _Round) -> None:
@@ -260,7 +258,7 @@ class HybridDrafter:
         for exit_layer in self.heads:
             if self.engine is not None and exit_layer == self.engine.head_layer:
                 continue  # it would read hidden states of the n-gram's last token, which no pass has computed
-            own = self.acceptances.probability(head_source(exit_layer))
+            own = self.acceptances.probability(self.head_sources[exit_layer])
             if self._is_worth_more(current, own, drafted, exit_layer, catch_up=True):
                 self._draft_with_head(current, exit_layer, [room] * len(current.rows))
                 return
@@ -274,3 +272,18 @@ class HybridDrafter:
 
 def _likelier(own: Match, remembered: Match) -> Match:
     return remembered if remembered.acceptance > own.acceptance else own
+
+
+class NoDrafter:
+    """Drafts nothing, and lets the engine know: for passes of which each gives one token."""
+
+    def __init__(self, _attachment: Any, _call: Any, engine: DraftEngine) -> None:
+        self.engine = engine
+
+    def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
+        """Draft nothing."""
+        self.engine.costs_of(len(rows)).begin_round(is_off=True)
+        return [Draft() for _ in rows]
+
+    def observe(self, row: int, draft: Draft, accepted: Accepted) -> None:
+        """Learn nothing."""

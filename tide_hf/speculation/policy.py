@@ -30,7 +30,7 @@ CREDIT_SHARE = 0.01  # further credit for each token
 MAX_BOOKED = 4.0  # a pass is booked as this multiple of its estimate at most, lest one interruption end drafting
 
 CostKey = tuple[str, int]
-PLAIN: CostKey = ("verify", 1)
+PLAIN_PASS: CostKey = ("verify", 1)
 
 _lock = Lock()  # shared by all tables, since a table with its own lock could not be copied
 
@@ -75,6 +75,7 @@ class CostTable:
         self._since_plain = 0
         self._credit = FIRST_CREDIT
         self._spent = 0.0  # in this round's draft steps and verify pass, in multiples of a plain pass
+        self._is_off = False  # whether a drafter has said that it will not draft
 
     def resized(self) -> CostTable:
         """A table for a batch of another size, with these costs as a first guess."""
@@ -94,7 +95,7 @@ class CostTable:
         The first of each key is booked alone, since it includes allocations and kernel choices.
         """
         with _lock:
-            if key == PLAIN:
+            if key == PLAIN_PASS:
                 self._record_plain(milliseconds)
                 return
             self._since_plain += key[0] == "verify"
@@ -115,13 +116,16 @@ class CostTable:
         return self.ready and self._credit > 0.0
 
     @property
-    def rests(self) -> bool:
-        """Whether drafting has lost so much that it may not be tried in the next round either."""
-        return self._credit + CREDIT_SHARE <= 0.0
+    def drafting_paused(self) -> bool:
+        """Whether the next round will not be drafted for either, since drafting has lost too much, or is not wanted."""
+        return self._is_off or self._credit + CREDIT_SHARE <= 0.0
 
-    def begin_round(self) -> None:
-        """Begin a round; passes since the last one, such as those of a warm-up, are not booked."""
-        self._spent = 0.0
+    def begin_round(self, *, is_off: bool = False) -> None:
+        """Begin a round; passes since the last one, such as those of a warm-up, are not booked.
+
+        `is_off` says that nothing will be drafted, in this round or the next.
+        """
+        self._spent, self._is_off = 0.0, is_off
 
     def end_round(self, num_tokens: float) -> None:
         """End a round that gave each row `num_tokens` tokens, on average: book what drafting gained or lost."""

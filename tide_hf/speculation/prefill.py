@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -13,16 +12,17 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..base_model.inputs import is_absent
-from ..base_model.structure import CACHE, counts_slots, may_replace_cache, rope_limits
+from ..base_model.structure import CACHE, may_replace_cache, rope_limits, uses_slot_positions
 from ..base_model.wrappers import has_adapters_by_row
 from ..depth.gates import LayerRun
 from ..depth.head_drafting import HeadRun
 from ..depth.kv_cache import crop_layers
+from .drafts import num_shared
 
 # On a CPU one more pass costs as much as this many tokens, since each pass reads all weights. A GPU processes thousands
 # of tokens while it reads the weights, so there the whole batch is one pass.
 PASS_TOKENS = 40
-_BY_ROW = ("attention_mask", "position_ids")
+_INPUTS_BY_ROW = ("attention_mask", "position_ids")
 _SHARED = (bool, int, float, str, type(None))  # types of model inputs that are the same for all rows
 
 
@@ -55,11 +55,6 @@ class PrefixCache:
     def store(self, cache: DynamicCache, tokens: Sequence[int]) -> None:
         """Store a call's cache for the next call; `tokens` are prompt and answer; the last token may have no K/V."""
         self._cache, self._tokens = cache, list(tokens)[: cache.get_seq_length()]
-
-
-def num_shared(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Number of tokens before the first difference."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -95,13 +90,13 @@ def prefill(
 ) -> tuple[Cache, Tensor]:
     """Run the prompts of a call; return its cache, and (rows, 1, vocabulary) logits of the last prompt tokens."""
     config = model.config.get_text_config()
-    as_one = may_replace_cache(config, input_ids.shape[1]) or counts_slots(config, generation_config.max_length)
+    as_one = may_replace_cache(config, input_ids.shape[1]) or uses_slot_positions(config, generation_config.max_length)
     groups = None if as_one else groups_of(model, input_ids, model_kwargs)
     if groups is None:
         outputs = model._prefill(input_ids, generation_config, model_kwargs)
         return outputs[CACHE], outputs.logits[:, -1:]
     whole, length = model_kwargs[CACHE], input_ids.shape[1]
-    by_row = {name: model_kwargs[name] for name in _BY_ROW if model_kwargs.get(name) is not None}
+    by_row = {name: model_kwargs[name] for name in _INPUTS_BY_ROW if model_kwargs.get(name) is not None}
     empty, caches, logits, prev_hidden_states = deepcopy(whole), [], [], []
     for group in groups:
         cache, columns = deepcopy(empty), slice(length - group.length, None)
@@ -124,7 +119,7 @@ def groups_of(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> li
     """The cheapest groups for the prompts of a call, (rows, length); `None` for one pass over all rows."""
     if len(input_ids) == 1 or not _can_be_split(model, input_ids, model_kwargs):
         return None
-    own = [value.movedim(-2, 0).flatten(1) for name in _BY_ROW if (value := model_kwargs.get(name)) is not None]
+    own = [value.movedim(-2, 0).flatten(1) for name in _INPUTS_BY_ROW if (value := model_kwargs.get(name)) is not None]
     first: dict[tuple[int, ...], int] = {}  # the first row with each prompt
     prompts = torch.cat([input_ids, *own], dim=1).tolist()
     firsts = [first.setdefault(tuple(prompt), row) for row, prompt in enumerate(prompts)]
@@ -146,7 +141,7 @@ def _lengths(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> lis
     rows, length = input_ids.shape
     if (
         input_ids.device.type != "cpu"
-        or any(model_kwargs.get(name) is None for name in _BY_ROW)
+        or any(model_kwargs.get(name) is None for name in _INPUTS_BY_ROW)
         or any(limit < length for limit in rope_limits(model.config.get_text_config()).values())
         or getattr(model, "is_quantized", False)  # each extra pass would also dequantise the weights
         or set((getattr(model, "hf_device_map", None) or {"": "cpu"}).values()) != {"cpu"}  # or load offloaded weights
@@ -161,8 +156,8 @@ def _lengths(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> lis
 def _can_be_split(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> bool:
     """Whether the rows of a batch differ in nothing but tokens, mask and positions."""
     cache: Any = model_kwargs.get(CACHE)
-    by_row = [model_kwargs.get(name) for name in _BY_ROW]
-    others = [value for name, value in model_kwargs.items() if name not in _BY_ROW and value is not cache]
+    by_row = [model_kwargs.get(name) for name in _INPUTS_BY_ROW]
+    others = [value for name, value in model_kwargs.items() if name not in _INPUTS_BY_ROW and value is not cache]
     return (
         type(cache) is DynamicCache
         and not cache.offloading

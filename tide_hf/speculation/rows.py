@@ -12,7 +12,7 @@ from transformers import StoppingCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 # Criteria, besides EOS and length, that judge each row by itself; MaxTimeCriteria ends all rows at the same step.
-BY_ROW = (StopStringCriteria,)
+CRITERIA_BY_ROW = (StopStringCriteria,)
 
 
 @dataclass
@@ -108,7 +108,7 @@ def max_length_of(criteria: Iterable[Any]) -> int | None:
 class Stopping:
     """The stopping criteria that `generate` prepared for a call; common criteria are checked without tensors."""
 
-    def __init__(self, criteria: Any, generation_config: Any) -> None:
+    def __init__(self, criteria: Any, pad_token_id: int) -> None:
         self.eos_tokens: set[int] = set()
         self.max_length = max_length_of(criteria)
         self.row_criteria: list[RowCriterion] = []
@@ -122,24 +122,18 @@ class Stopping:
                 self.others.append(criterion)
         self._scores: list[Tensor] = []  # of each step so far, (rows, vocabulary), of several rows
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in criteria)  # as in plain decoding
-        pad = generation_config._pad_token_tensor
-        self.pad_token_id = int(pad) if pad is not None else 0
+        self.pad_token_id = pad_token_id
 
     @property
     def by_row(self) -> bool:
         """Whether all criteria are known to look at each row by itself."""
-        return all(type(criterion) in BY_ROW for criterion in self.others)
-
-    @property
-    def by_length(self) -> bool:
-        """Whether only their length ends rows, so that all of them end at once."""
-        return not (self.eos_tokens or self.row_criteria or self.others)
+        return all(type(criterion) in CRITERIA_BY_ROW for criterion in self.others)
 
     def __call__(self, row: Row) -> bool:
         """Whether `row` stops after its latest token."""
-        return self.together([row])[0]
+        return self.of_rows([row])[0]
 
-    def together(self, rows: list[Row]) -> list[bool]:
+    def of_rows(self, rows: list[Row]) -> list[bool]:
         """Whether each row stops after its latest token; criteria on whole batches are called once for all rows."""
         stops = [row.stopped_at is not None or self._ends(row) for row in rows]
         if not self.others:

@@ -27,20 +27,16 @@ def check(ops, hidden_states, exit_mask):
     return rows, indices, counts
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_compact(ops, device, dtype, mask):
-    check(ops, states(19, 127, dtype, device), MASKS[mask](19).to(device))
-
-
-@pytest.mark.parametrize("num_rows", [0, *SIZES])
-def test_compact_numbers_of_rows(ops, device, num_rows):
-    check(ops, states(num_rows, 3, torch.float32, device), MASKS["mixed"](num_rows).to(device))
-
-
-@pytest.mark.parametrize("size", [0, *SIZES])
-def test_compact_sizes(ops, device, size):
-    check(ops, states(5, size, torch.bfloat16, device), MASKS["mixed"](5).to(device))
+@pytest.mark.parametrize(
+    ("num_rows", "size", "dtype", "mask"),
+    [
+        *((19, 127, dtype, mask) for dtype in DTYPES for mask in MASKS),
+        *((num_rows, 3, torch.float32, "mixed") for num_rows in (0, *SIZES)),
+        *((5, size, torch.bfloat16, "mixed") for size in (0, *SIZES)),
+    ],
+)
+def test_compact(ops, device, num_rows, size, dtype, mask):
+    check(ops, states(num_rows, size, dtype, device), MASKS[mask](num_rows).to(device))
 
 
 def test_compact_strided(ops, device):

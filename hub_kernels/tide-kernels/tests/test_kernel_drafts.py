@@ -34,21 +34,16 @@ def is_kernel(ops, kernel_module):
     return ops is kernel_module
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sizes(ops, is_kernel, device, dtype, size):
-    check(ops, is_kernel, *inputs(3, size, 127, dtype, device))
-
-
-@pytest.mark.parametrize("vocab_size", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_vocabularies(ops, is_kernel, device, dtype, vocab_size):
-    check(ops, is_kernel, *inputs(2, 33, vocab_size, dtype, device))
-
-
-@pytest.mark.parametrize("num_rows", [0, 1, 17])
-def test_numbers_of_rows(ops, is_kernel, device, num_rows):
-    check(ops, is_kernel, *inputs(num_rows, 33, 70, torch.float32, device))
+@pytest.mark.parametrize(
+    ("num_rows", "size", "vocab_size", "dtype"),
+    [
+        *((3, size, 127, dtype) for size in SIZES for dtype in DTYPES),
+        *((2, 33, vocab_size, dtype) for vocab_size in SIZES for dtype in DTYPES),
+        *((num_rows, 33, 70, torch.float32) for num_rows in (0, 1, 17)),
+    ],
+)
+def test_dtypes_and_sizes(ops, is_kernel, device, num_rows, size, vocab_size, dtype):
+    check(ops, is_kernel, *inputs(num_rows, size, vocab_size, dtype, device))
 
 
 def test_strided_with_a_bias(ops, is_kernel, device):

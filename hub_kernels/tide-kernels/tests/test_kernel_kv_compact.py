@@ -46,15 +46,13 @@ def test_sizes(ops, device, size):
     check(ops, keys, values, right_aligned(1, 7, [5]).to(device))
 
 
-def test_all_slots_move_left_or_right(ops, device):
-    left = torch.arange(70, 200)[None]
-    check(ops, *cache(1, 200, 8, torch.float32, device, heads=(1, 1)), left.to(device))
-    right = torch.cat([torch.full((70,), -1), torch.arange(130)])[None]
-    check(ops, *cache(1, 200, 8, torch.float32, device, heads=(1, 1)), right.to(device))
-
-
-def test_slots_of_a_row_move_both_ways(ops, device):
-    order = torch.cat([torch.full((90,), -1), torch.arange(0, 80), torch.arange(190, 220)])[None]
+@pytest.mark.parametrize(
+    ("pads", "kept"),
+    [(0, [(70, 200)]), (70, [(0, 130)]), (90, [(0, 80), (190, 220)])],
+    ids=["left", "right", "both ways"],
+)
+def test_slots_of_a_row_move(ops, device, pads, kept):
+    order = torch.cat([torch.full((pads,), -1), *(torch.arange(*some) for some in kept)])[None]
     check(ops, *cache(1, 220, 8, torch.float32, device, heads=(1, 1)), order.to(device))
 
 

@@ -19,31 +19,20 @@ def check(ops, args, norm, exit_threshold=0.5):
     return scores, exit_mask
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms(ops, device, dtype, norm):
-    check(ops, norm_route_arguments(dtype, 3, 127, norm=norm, device=device), norm)
+F32, F16, BF16 = DTYPES
+CASES = [
+    *({"dtype": dtype, "num_rows": 3, "size": 127, "norm": norm} for dtype in DTYPES for norm in NORMS),
+    *({"dtype": dtype, "num_rows": 2, "size": size} for dtype in DTYPES for size in SIZES),
+    *({"dtype": F32, "num_rows": rows, "size": 12, "rank": rank} for rows, rank in [(1, 1), (2, 4), (5, 33)]),
+    {"dtype": BF16, "num_rows": 257, "size": 33, "rank": 35},  # many rows use a matrix product
+    *({"dtype": BF16, "num_rows": 3, "size": 33, "norm": norm, "norm_dtype": F32} for norm in NORMS[:3]),
+    {"dtype": F16, "num_rows": 0, "size": 33},
+]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sizes(ops, device, dtype, size):
-    check(ops, norm_route_arguments(dtype, 2, size, device=device), "rms")
-
-
-@pytest.mark.parametrize(("num_rows", "rank"), [(1, 1), (2, 4), (5, 33)])
-def test_rows_and_ranks(ops, device, num_rows, rank):
-    check(ops, norm_route_arguments(torch.float32, num_rows, 12, rank, device=device), "rms")
-
-
-def test_many_rows_use_a_matrix_product(ops, device):
-    check(ops, norm_route_arguments(torch.bfloat16, 257, 33, 35, device=device), "rms")
-
-
-def test_norm_in_float32_and_states_in_bfloat16(ops, device):
-    for norm in NORMS[:3]:
-        args = norm_route_arguments(torch.bfloat16, 3, 33, norm=norm, norm_dtype=torch.float32, device=device)
-        check(ops, args, norm)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())))
+def test_dtypes_norms_and_sizes(ops, device, case):
+    check(ops, norm_route_arguments(**case, device=device), case.get("norm", "rms"))
 
 
 def test_strided_inputs(ops, device):
@@ -59,11 +48,6 @@ def test_without_biases(ops, device):
     args = norm_route_arguments(torch.float32, 3, 33, device=device)
     args[4] = args[6] = None
     check(ops, args, "rms")
-
-
-def test_no_rows(ops, device):
-    scores, exit_mask = check(ops, norm_route_arguments(torch.float16, 0, 33, device=device), "rms")
-    assert scores.shape == exit_mask.shape == (0,)
 
 
 @pytest.mark.parametrize(("exit_threshold", "exits"), [(0.0, True), (1.1, False)])

@@ -24,7 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from ...common.errors import first_line
 from ..gqa_attention import gqa_attention
-from .step_buffers import WIDEST
+from .step_tensors import WIDEST
 
 WARM_UPS = 2  # runs in which libraries choose kernels and allocate workspaces
 aten = torch.ops.aten

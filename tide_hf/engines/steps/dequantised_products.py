@@ -15,12 +15,12 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from .fused_linears import before_views, indices_of_constants
-from .step_buffers import WIDEST
+from .step_tensors import WIDEST
 
 # Of the input. Each row takes an accumulator, so registers bound their number; more rows take PyTorch's own product.
 MAX_ROWS = WIDEST
 # Inductor would otherwise split reductions over groups in two, whose second halves are a kernel for each input row.
-OPTIONS = {"split_reductions": False}
+INDUCTOR_OPTIONS = {"split_reductions": False}
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
@@ -50,7 +50,7 @@ def reduce_products(graph: fx.GraphModule, constants: list[Tensor]) -> int:
         graph.graph.erase_node(node)
         found += 1
     if found:
-        graph.meta["inductor_options"] = OPTIONS
+        graph.meta["inductor_options"] = INDUCTOR_OPTIONS
         graph.recompile()
     return found
 

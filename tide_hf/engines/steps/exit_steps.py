@@ -17,6 +17,8 @@ from ...base_model.unembed import greedy_tokens
 from ...depth.early_exit import exit_scores
 from ...depth.gates import FillRun, SegmentRun, active
 from ...depth.kv_cache import fill_skipped, fill_zeros
+from ...kernels.reference import exit_mask
+from .step_tensors import StepTensors
 
 WINDOW = 16  # tokens
 SEGMENT_WIDTHS = (1, 4, WINDOW)  # of segments; others are padded to the next larger width
@@ -33,13 +35,14 @@ class Segment(NamedTuple):
 
 
 class ExitSteps:
-    """Steps on the tensors of [`StepBuffers`], and further ones, for the tokens of a window.
+    """Steps on the tensors of all steps, and further ones, for the tokens of a window.
 
     `first` is the index of a segment's first token in the window, `current` that of the token of this pass.
     """
 
-    def __init__(self, buffers: Any, exit_layers: tuple[int, ...]) -> None:
-        self.buffers, self.parts, rows, device = buffers, buffers.parts, buffers.rows, buffers.device
+    def __init__(self, tensors: StepTensors, exit_layers: tuple[int, ...]) -> None:
+        self.tensors, self.parts, rows, device = tensors, tensors.parts, len(tensors.ids), tensors.device
+        self.routers: Any = self.parts.routers
         self.num_layers = self.parts.structure.num_layers
         shape = (rows, WINDOW, self.parts.structure.hidden_size)
         with torch.inference_mode(False):
@@ -64,10 +67,10 @@ class ExitSteps:
         """Run a segment, and decide which rows exit at its end; return layers executed, and logits after the last."""
         index = self.first + torch.arange(segment.width, device=self.first.device)
         states = self.states[segment.begin].index_select(1, index) if segment.begin else None
-        frozen = self._exited() if segment.freezes and self.buffers.rows > 1 else None
-        place = (self.parts.structure, self.buffers.cache, segment.end)
-        run = SegmentRun(*place, begin=segment.begin, states=states, frozen=frozen, finish=self._finish)
-        run.execute_layer = self.parts.execute_layer
+        frozen = self._exited() if segment.freezes and len(self.exit_layers) > 1 else None
+        place = (self.parts.structure, self.tensors.cache, segment.end)
+        own = {"frozen": frozen, "finish": self._finish, "execute_layer": self.parts.execute_layer}
+        run = SegmentRun(*place, begin=segment.begin, states=states, **own)
         with active(run):
             if segment.end == self.num_layers:
                 logits = self._chosen(self._pass(index).logits[:, :1])
@@ -75,8 +78,8 @@ class ExitSteps:
             states = run.states_after(self._pass, index)
         self.states[segment.end].index_copy_(1, index, states)
         state = states.index_select(1, self.current - self.first)
-        scores = exit_scores(segment.criterion, self.parts.unembed, self.parts.routers[segment.end], state)[:, 0]
-        exits = (scores >= self.exit_threshold) & (self.exit_layers == self.num_layers)
+        scores = exit_scores(segment.criterion, self.parts.unembed, self.routers[segment.end], state)[:, 0]
+        exits = exit_mask(scores, self.exit_threshold, self.exit_layers == self.num_layers)
         self.exit_layers.copy_(torch.where(exits, segment.end, self.exit_layers))
         return run.layers_executed, None
 
@@ -84,7 +87,7 @@ class ExitSteps:
         """Apply the exit head of a layer to the states of the rows that exit there; return layers executed, none."""
         state = self.states[exit_layer].index_select(1, self.current)
         at_layer = (self.exit_layers == exit_layer)[:, None, None]
-        self.exited_state.copy_(torch.where(at_layer, self.parts.routers[exit_layer].head(state), self.exited_state))
+        self.exited_state.copy_(torch.where(at_layer, self.routers[exit_layer].head(state), self.exited_state))
         return 0, None
 
     def exit_logits(self, _size: int) -> tuple[int, Tensor]:
@@ -101,7 +104,7 @@ class ExitSteps:
 
     def _fill(self, exit_layer: int, fill: Callable[..., Tensor | None]) -> tuple[int, None]:
         states = self.states[exit_layer].index_select(1, self.current)
-        place = (self.parts.structure, self.buffers.cache, self.num_layers)
+        place = (self.parts.structure, self.tensors.cache, self.num_layers)
         run = FillRun(*place, begin=exit_layer, states=states, fill=fill)
         with active(run):
             filled = run.states_after(self._pass, self.current)
@@ -110,8 +113,8 @@ class ExitSteps:
 
     def _pass(self, index: Tensor) -> Any:
         """Run the model over the window's tokens at `index`, consecutive ones."""
-        buffers, first = self.buffers, index[:1]
-        return buffers.forward(buffers.ids.index_select(1, index), buffers.start[0] + first[0], first)
+        tensors, first = self.tensors, index[:1]
+        return tensors.forward(tensors.ids.index_select(1, index), tensors.start[0] + first[0], first)
 
     def _finish(self, states: Tensor) -> Tensor:
         """What the final norm reads, for all tokens: the current one's state after the last layer, or an exit head."""
@@ -123,5 +126,5 @@ class ExitSteps:
 
     def _chosen(self, logits: Tensor) -> Tensor:
         """Put the top-1 tokens of (rows, 1, vocabulary) logits where the host reads them; return the logits."""
-        self.buffers.replace_top_tokens(slice(None), greedy_tokens(logits))
+        self.tensors.set_results(slice(None), greedy_tokens(logits))
         return logits

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from ...kernels.cpu.cpp_kernels import load_op
-from ...kernels.cpu.weight_layouts import (
+from ...weights.layouts import (
     MAX_QUANTIZED_ROWS,
     WEIGHT_LAYOUTS,
     PlainWeight,
@@ -26,7 +26,7 @@ from ...kernels.cpu.weight_layouts import (
     in_layout,
 )
 
-LINEAR, FUSED = torch.ops.tide_hf.linear.default, torch.ops.tide_hf.fused_linear.default
+LINEAR = torch.ops.tide_hf.linear.default
 aten = torch.ops.aten
 
 
@@ -43,9 +43,10 @@ def fuse_linears(graph: fx.GraphModule, constants: list[Tensor], may_copy: bool)
     The graph is changed in place; `constants` are the values of the graph's last placeholders.
     """
     indices = indices_of_constants(graph, constants)
-    found: dict[tuple[fx.Node, bool, int | None], list[fx.Node]] = defaultdict(list)  # layout `None`: integers
+    found: dict[tuple[Any, bool, int | None], list[Any]] = defaultdict(list)  # layout `None`: integers
+    node: Any
     for node in graph.graph.nodes:
-        if node.target is LINEAR and node.args[1] in indices:
+        if node.target is LINEAR and indices.keys() >= set(node.args[1]):
             found[node.args[0], node.args[2] is None, _layout_of(node)].append(node)
         elif _is_integer_product(node):
             found[node.args[0], node.args[2] is None, None].append(node)
@@ -54,7 +55,7 @@ def fuse_linears(graph: fx.GraphModule, constants: list[Tensor], may_copy: bool)
         if len(linears) < 2 or not (layout is None or may_copy or not WEIGHT_LAYOUTS[layout].is_copy):
             continue
         if layout is not None:  # the graph itself names integers
-            products.append(LinearWeights([indices[linear.args[1]] for linear in linears], layout))
+            products.append(LinearWeights([indices[weight] for linear in linears for weight in linear.args[1]], layout))
         _fuse(graph.graph, linears)
     graph.recompile()
     return products
@@ -81,11 +82,8 @@ def _fuse(graph: fx.Graph, linears: list[Any]) -> None:
     (state, *_), weights, biases = arguments[:3]
     with graph.inserting_before(first):
         bias = None if biases[0] is None else graph.call_function(aten.cat.default, (biases,))
-        if first.target is LINEAR:
-            whole = graph.call_function(FUSED, (state, weights, bias, _layout_of(first)))
-        else:
-            integers, scales = list(chain(*weights)), list(chain(*arguments[3]))
-            whole = graph.call_function(first.target, (state, integers, bias, scales))
+        last = _layout_of(first) if first.target is LINEAR else list(chain(*arguments[3]))  # scales of integers
+        whole = graph.call_function(first.target, (state, list(chain(*weights)), bias, last))
         _split(graph, whole, linears)
 
 
@@ -97,9 +95,9 @@ def call_kernels(graph: fx.GraphModule, constants: list[Tensor]) -> list[LinearW
     indices = indices_of_constants(graph, constants)
     quantized: list[LinearWeights] = []
     for node in list(graph.graph.nodes):
-        if node.target not in (LINEAR, FUSED):
+        if node.target is not LINEAR:
             continue
-        weights: Any = node.args[1] if node.target is FUSED else [node.args[1]]
+        weights: Any = node.args[1]
         state, number = node.args[0].meta.get("val"), _layout_of(node)
         layout = WEIGHT_LAYOUTS[number]
         known = all(weight in indices and constants[indices[weight]].is_contiguous() for weight in weights)

@@ -241,7 +241,6 @@ class LayerGraphs:
     """Compiles the graphs of layers."""
 
     def __init__(self, compile_graph: CompileGraph) -> None:
-        self.has_room = False  # whether memory allows a copy of the weights, which only steps may make
         self._compile = compile_graph
         self._compiled: dict[tuple, _Compiled] = {}
         # By operations: the compiled graph, and the index of each of its constants among those of the log.
@@ -253,11 +252,16 @@ class LayerGraphs:
         return len(self._compiled)
 
     def graph_of(
-        self, function: Callable[..., tuple[Tensor, ...]], inputs: list[Tensor], dynamic: bool = False
+        self,
+        function: Callable[..., tuple[Tensor, ...]],
+        inputs: list[Tensor],
+        dynamic: bool = False,
+        may_copy: bool = False,
     ) -> tuple[LayerGraph, tuple[Tensor, ...]]:
         """Compile the graph of a layer, or reuse the graph of a layer with equal operations; and what `function` gave.
 
         `function` runs the layer on `inputs`, which change from pass to pass; with `dynamic`, their sizes change too.
+        With `may_copy`, weights may be copied to be read by one product.
         All other tensors that the layer reads or writes have fixed addresses.
         """
         with OperationLog(inputs) as log:  # takes a tenth of a trace's time, and most layers have equal logs
@@ -267,7 +271,7 @@ class LayerGraphs:
             compiled, order = self._by_operations[operations]
             return LayerGraph(compiled, [log.constants[i] for i in order]), results
         graph, constants = lift_constants(traced(function, *inputs, dynamic=dynamic))
-        fused = fuse_linears(graph, constants, self.has_room and not dynamic)
+        fused = fuse_linears(graph, constants, may_copy)
         if inputs[0].device.type != "cpu" and not dynamic:
             reduce_products(graph, constants)
         quantized = call_kernels(graph, constants)

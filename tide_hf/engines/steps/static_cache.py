@@ -108,7 +108,7 @@ def take_rows(layer: Any, source: Any, length: int, rows: list[int]) -> None:
                 into[row, :, :length] = part[taken, :, :length]
 
 
-def give_back(cache: Cache, source: Cache, length: int) -> None:
+def copy_back(cache: Cache, source: Cache, length: int) -> None:
     """Copy a static cache of `length` tokens back into the dynamic cache that [`fill`] copied from."""
     for fixed, layer in zip(cache.layers, source.layers, strict=False):
         any_layer: Any = layer
@@ -121,21 +121,21 @@ def give_back(cache: Cache, source: Cache, length: int) -> None:
 
 
 class StaticCacheSlots(CacheSlots):
-    """The slots of a batch's static cache, with `device` the CPU: masks and holes are tracked without device reads."""
+    """The slots of a batch's static cache, tracked without device reads: `device`, of masks, is the CPU."""
 
     def make_room(self, width: int) -> bool:
         """Compact the cache if `width` more slots would not fit; return whether they fit afterwards."""
         most = self.cache.layers[0].get_max_length()
         if self.length + width > most:
-            self.settle()
+            self.compact()
         return self.length + width <= most
 
-    def show(self, rows: list[int]) -> None:
-        """Set the mask and holes of each row `i` to those of row `rows[i]`."""
+    def select_rows(self, rows: list[int]) -> None:
+        """Set the mask and rejected slots of each row `i` to those of row `rows[i]`."""
         if self.mask is not None:
             self.mask = self.mask[rows]
-        if self.holes is not None:
-            self.holes = self.holes[rows]
+        if self.rejected is not None:
+            self.rejected = self.rejected[rows]
             self._num_tokens = [self._num_tokens[row] for row in rows]
 
     def _crop(self, num_tokens: int) -> None:

@@ -26,11 +26,11 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from ...base_model.structure import CACHE
 from ...common.errors import first_line
-from ...depth.fused_layers import FusedLayer
 from ...depth.gates import LayerGate, input_state
 from ...depth.kv_cache import TracedCache, fill_skipped
 from ...kernels.compile_cache import compiling
 from ...kernels.cpu.cpp_kernels import precompiling_header
+from ...weights.fused_layers import FusedLayer
 from ..gqa_attention import filled_up_to
 from ..warm_up import WarmUp
 from .capture import Replay, restorer
@@ -110,7 +110,9 @@ class StepCompiler:
     def __init__(self, compile_graph: CompileGraph) -> None:
         self._compile = compile_graph
         self.graphs = LayerGraphs(compile_graph)
-        self.fused: dict[int, FusedLayer] = {}  # the layers that a kernel runs in the next step, by index
+        # Of the step that is compiled: the layers that a kernel runs, by index; whether weights may be copied for it.
+        self._fused: dict[int, FusedLayer] = {}
+        self._may_copy = False
         self._regions: list[Region | None] | None = None  # set while a step is recorded
         self._to_insert: Iterator[Region | None] | None = None  # set while the step is traced
 
@@ -125,7 +127,7 @@ class StepCompiler:
             return gate.with_state(None, torch.ops.tide_hf.layer(taken, region.number))
         if inputs is not None:
             layer = kwargs[CACHE].layers[gate.layer_idx]
-            function = self.fused[gate.layer_idx].on_static_cache(layer.keys, layer.values)
+            function = self._fused[gate.layer_idx].on_static_cache(layer.keys, layer.values)
             state = function(*inputs)
             if self._regions is not None:
                 self._regions.append(Region(function, state))
@@ -151,17 +153,31 @@ class StepCompiler:
 
     def _inputs_of_kernels(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
         """The arguments of `FusedLayer.on_static_cache`; `None` if kernels do not run this layer."""
-        fused = self.fused.get(gate.layer_idx)
+        fused = self._fused.get(gate.layer_idx)
         taken = fused.arguments_of(args, kwargs) if fused is not None else None
         if taken is None or taken[-1] is None:  # without a mask, the layer would attend to all slots
             return None
         return [*taken, kwargs[CACHE].layers[gate.layer_idx].position.end]
 
-    def compile(self, function: Callable[[], Any], state: list[Tensor]) -> Replay:
+    def compile(
+        self,
+        function: Callable[[], Any],
+        state: list[Tensor],
+        fused: dict[int, FusedLayer] | None = None,
+        may_copy: bool = False,
+    ) -> Replay:
         """Compile a step; if that fails, return a `Replay` that runs the step uncompiled and says why.
 
-        The step reads and writes tensors at fixed addresses; tensors in `state` are restored after trial runs.
+        The step reads and writes tensors at fixed addresses; tensors in `state` are restored after trial runs. A kernel
+        runs the layers in `fused`, by index; `may_copy` says whether memory allows a copy of the weights.
         """
+        self._fused, self._may_copy = fused or {}, may_copy
+        try:
+            return self._compiled(function, state)
+        finally:
+            self._fused, self._may_copy = {}, False
+
+    def _compiled(self, function: Callable[[], Any], state: list[Tensor]) -> Replay:
         restore = restorer(state)
         try:
             with compiling(), torch.inference_mode(False), torch.no_grad():
@@ -223,7 +239,7 @@ class StepCompiler:
                 output = gate.native(*args, **kwargs)
             return (gate.state_of(output).contiguous(),)
 
-        graph, _ = self.graphs.graph_of(layer, _inputs_of_step(arguments, gate))
+        graph, _ = self.graphs.graph_of(layer, _inputs_of_step(arguments, gate), may_copy=self._may_copy)
 
         def function(*inputs: Tensor) -> Tensor:
             (state,) = graph(*inputs)

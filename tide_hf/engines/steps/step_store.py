@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from threading import Lock
 from time import perf_counter
@@ -18,21 +17,21 @@ from transformers.cache_utils import Cache
 
 from ...base_model.unembed import addresses_of
 from ...common.memory import free_host_memory
-from ...depth.linear_gate import DRAFT_LAYOUTS, KERNEL_LAYOUTS, LinearGate, allowed_layouts, copies_fit, linear_gates
-from ...kernels.cpu.weight_layouts import WeightLayout
 from ...kernels.flash_decode import can_flash_decode
+from ...weights.reading import StepReading
 from ..gqa_attention import attention_of, gqa_attention, reading_lengths
 from ..warm_up import WarmUp
 from .capture import Replay, capturable_forward, capture
 from .graphs import CompileGraph, compile_graph
 from .static_cache import static_cache_bytes
-from .step_buffers import WIDTHS, ModelParts, StepBuffers, capacity_for
+from .step_buffers import StepBuffers, capacity_for
 from .step_compiler import CompiledPrefill, StepCompiler
+from .step_tensors import WIDTHS, BufferKind, ModelParts
 
 MEMORY_SHARE = 0.5  # maximum share of the free memory that a call's buffers may take
 MAX_GRAPHS = 64
 MAX_BUFFERS = 8  # each for one number of rows and slots
-PLAIN = (bool, float, str)  # types of modules' settings; an int may count calls, and an object may be set lazily
+SETTING_TYPES = (bool, float, str)  # of modules; an int may count calls, and an object may be set lazily
 
 logger = logging.getLogger(__name__)
 
@@ -66,16 +65,14 @@ class StepStore:
         self.lock = Lock()  # held by the call that uses the steps
         self._free()
 
-    @contextmanager
-    def held(self) -> Iterator[bool]:
-        """Context of a call that uses the steps, unless another call does; gives whether it may."""
-        is_ours = self.lock.acquire(blocking=False)
-        try:
-            yield is_ours
-        finally:
-            if is_ours:
-                self.lock.release()
-                self._free_if_released()
+    def hold(self) -> bool:
+        """Let a call use the steps until it calls `let_go`, unless another call does; return whether it may."""
+        return self.lock.acquire(blocking=False)
+
+    def let_go(self) -> None:
+        """End what `hold` began."""
+        self.lock.release()
+        self._free_if_released()
 
     def release(self) -> None:
         """Free buffers and graphs; if a call uses them, at its end."""
@@ -113,20 +110,19 @@ class StepStore:
                 found = replace(found, execute_layer=self.compiler.run, fill_layer=self.compiler.fill)
             self._parts, self._fingerprint = found, fingerprint
 
-    def buffers(self, like: Cache, rows: int, slots: int, **kinds: Any) -> StepBuffers:
+    def buffers(self, like: Cache, rows: int, slots: int, kind: BufferKind) -> StepBuffers:
         """Buffers of at least `slots` slots and `rows` rows; call `refresh` first.
 
         Existing buffers of up to twice as many slots and less than twice as many rows are reused, since unused slots
-        cost less than preparing further steps. `like` is the filled cache of the call, and `kinds` are further
-        arguments of `StepBuffers`.
+        cost less than preparing further steps. `like` is the filled cache of the call.
         """
         first: Any = like.layers[0]
-        key, alike = self._key_of(like, rows, slots, kinds)
+        key, alike = self._key_of(like, rows, slots, kind)
         if key not in self._buffers:
             before = reserved_bytes(first.keys.device)
             shared = next((self._buffers[other].cache for other in alike if other[1] == key[1]), None)
             parts: Any = self._parts
-            self._buffers[key] = StepBuffers(parts, like, rows, key[1], **kinds, shared=shared)
+            self._buffers[key] = StepBuffers(parts, like, rows, key[1], kind, shared)
             self.warm_up.add(0, 0.0, reserved_bytes(first.keys.device) - before)
             while len(self._buffers) > MAX_BUFFERS:
                 _, oldest = self._buffers.popitem(last=False)
@@ -135,9 +131,9 @@ class StepStore:
         self._buffers.move_to_end(key)
         return self._buffers[key]
 
-    def fits(self, like: Cache, rows: int, slots: int, **kinds: Any) -> bool:
+    def fits(self, like: Cache, rows: int, slots: int, kind: BufferKind) -> bool:
         """Whether [`buffers`] can reuse or allocate memory for K/V with these arguments; log a warning if not."""
-        (_, capacity, *_), alike = self._key_of(like, rows, slots, kinds)
+        (_, capacity, *_), alike = self._key_of(like, rows, slots, kind)
         if any(other[1] == capacity for other in alike):
             return True
         first: Any = like.layers[0]
@@ -148,11 +144,11 @@ class StepStore:
         logger.warning(text, slots, needed / 1e9, free / 1e9)
         return False
 
-    def _key_of(self, like: Cache, rows: int, slots: int, kinds: dict[str, Any]) -> tuple[tuple, list[tuple]]:
+    def _key_of(self, like: Cache, rows: int, slots: int, kind: BufferKind) -> tuple[tuple, list[tuple]]:
         """The key of the buffers to reuse or allocate, and the keys of all existing buffers that are large enough."""
         first: Any = like.layers[0]
         capacity = capacity_for(rows, slots)
-        others = (first.keys.dtype, len(like.layers), *sorted(kinds.items()))
+        others = (first.keys.dtype, len(like.layers), kind)
         alike = [key for key in self._buffers if key[2:] == others and key[0] >= rows and key[1] >= capacity]
         near = [key for key in alike if key[0] < 2 * rows and key[1] <= 2 * capacity]
         return min(near, default=(rows, capacity, *others)), alike
@@ -173,7 +169,7 @@ class StepStore:
     def run(self, buffers: StepBuffers, kind: str, size: Any) -> Step:
         """Run a step, prepared at first use.
 
-        That is `("verify", width)`, `("draft", exit_layer)` or `("draft_logits", 0)`, or one of [`ExitSteps`].
+        That is `("verify", width)` or `("draft", exit_layer)`, or one of [`ExitSteps`].
         """
         key = (buffers, kind, size)
         if key not in self._steps:
@@ -187,9 +183,9 @@ class StepStore:
         return step
 
     def read(self, buffers: StepBuffers, before_waiting: Callable[[], None] | None = None) -> list[list[int]]:
-        """Wait for the steps' results and return them; see `StepBuffers.read`."""
+        """Wait for the steps' results and return them; see `StepTensors.read`."""
         self.reads += 1
-        return buffers.read(before_waiting)
+        return buffers.tensors.read(before_waiting)
 
     def _prepare(self, buffers: StepBuffers, kind: str, size: Any) -> Step:
         step = Step()
@@ -236,28 +232,20 @@ class CompiledSteps(StepStore):
     def _free(self) -> None:
         super()._free()
         self.compiler: StepCompiler
-        self._converted: dict[tuple[LinearGate, type[WeightLayout]], WeightLayout] = {}
+        self._reading: StepReading | None = None  # set by the first step
         self.prompts = CompiledPrefill(self.compiler.graphs, self.warm_up)
 
     def refresh(self, parts: Callable[[], ModelParts]) -> None:
         """See `StepStore.refresh`; all graphs are also dropped if converted weights have changed."""
-        if any(gate.converted.get(layout) is not found for (gate, layout), found in self._converted.items()):
+        if self._reading is not None and not self._reading.is_current():
             self._free()
         super().refresh(parts)
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
-        parts, graphs = buffers.parts, self.compiler.graphs
-        draft_head = parts.routers.draft_head if parts.routers is not None else None
-        gates = list(linear_gates(parts.structure, draft_head, parts.draft_unembed.head))
-        if not self._converted:  # checked before the first step only, whose weight copies then take memory
-            graphs.has_room = all(gate.may_copy for gate in gates) and copies_fit(gate.module for gate in gates)
-        layouts = DRAFT_LAYOUTS if kind == "draft" and graphs.has_room else KERNEL_LAYOUTS
-        may_fuse = kind in ("verify", "segment") and parts.fused_layers is not None  # drafts read quantised weights
-        with gqa_attention(parts.model), allowed_layouts(layouts):
-            self.compiler.fused = parts.fused_layers.for_tokens(tokens) if may_fuse else {}  # type: ignore[union-attr]
-            replay = self.compiler.compile(function, buffers.state())
-        self._converted = {(gate, layout): found for gate in gates for layout, found in gate.converted.items()}
-        return replay
+        parts = buffers.parts
+        self._reading = self._reading or StepReading(parts.weights, parts.draft_unembed.head)
+        with gqa_attention(parts.model), self._reading.in_step(kind, tokens) as (fused, may_copy):
+            return self.compiler.compile(function, buffers.state(), fused, may_copy)
 
 
 class CapturedSteps(StepStore):
@@ -296,7 +284,7 @@ class CapturedSteps(StepStore):
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
         compiled, keys = None, buffers.cache.layers[0].keys
-        may_read = buffers.is_causal and can_flash_decode(buffers.device, keys.dtype, keys.shape[-1])
+        may_read = buffers.kind.is_causal and can_flash_decode(buffers.device, keys.dtype, keys.shape[-1])
         with capturable_forward(buffers.parts.model, tokens), reading_lengths(may_read):
             if self.compiler is not None:
                 compiled = self.compiler.compile(function, buffers.state())
@@ -346,8 +334,8 @@ def _settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     """The plain attributes of a module, such as a scale, or PEFT's list of active adapters."""
     found: list[tuple[str, Any]] = []
     for name, value in module.__dict__.items():
-        if isinstance(value, PLAIN):
+        if isinstance(value, SETTING_TYPES):
             found.append((name, value))
-        elif isinstance(value, list) and all(isinstance(part, PLAIN) for part in value):
+        elif isinstance(value, list) and all(isinstance(part, SETTING_TYPES) for part in value):
             found.append((name, tuple(value)))
     return tuple(found)

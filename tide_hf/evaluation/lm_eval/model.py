@@ -78,17 +78,15 @@ class TIDELM(HFLM):
         if attachment.mode == "self_speculative":
             return super()._model_call(inps, attn_mask, labels)
         strategy = attachment.routers.config.kv_cache_strategy
-        if attachment.mode == "early_exit" and (strategy != "recompute" or attachment.exits_with_head):
-            head = "a draft head and " if attachment.exits_with_head else ""
+        if attachment.mode == "early_exit" and strategy != "recompute":
             raise UnsupportedOptionError(
                 "likelihoods cannot be read from early exits here",
-                got=f"tide_mode='early_exit' and routers with {head}kv_cache_strategy={strategy!r}",
-                expected="exits at exit layers and kv_cache_strategy='recompute', whose K/V one pass over a text gives",
-                do="Pass tide_mode=post_hoc, or set kv_cache_strategy in the config.json of routers without a head.",
+                got=f"tide_mode='early_exit' and routers with kv_cache_strategy={strategy!r}",
+                expected="kv_cache_strategy='recompute', whose K/V one pass over a text gives",
+                do="Pass tide_mode=post_hoc, or set kv_cache_strategy in the routers' config.json.",
             )
-        threshold = attachment.threshold_of(attachment.mode)
         with self._autocast():
-            read = exit_logits(self.model, attachment.routers, inps, exit_threshold=threshold)
+            read = exit_logits(self.model, attachment.routers, inps, exit_threshold=attachment.default_threshold)
         self._depths_of_call = iter(read.exit_layers)
         return read.logits
 
@@ -128,5 +126,5 @@ class TIDELM(HFLM):
             for kind, layers in self._layers_executed.items()
             if layers
         }
-        tide = {"mode": attachment.mode, "exit_threshold": attachment.threshold_of(attachment.mode)}
+        tide = {"mode": attachment.mode, "exit_threshold": attachment.default_threshold}
         return super().get_model_info() | {"tide": tide | depth}

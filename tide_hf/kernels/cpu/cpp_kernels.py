@@ -38,11 +38,11 @@ from ...common.files import (
     is_private_folder,
     make_private_folder,
 )
-from ..compile_cache import HEADER_FOLDER, HEADERS, compile_cache_folder, temporary_folder, warn_unused
+from ..compile_cache import HEADER_FOLDER, compile_cache_folder, temporary_folder, warn_unused
 from ..fetch import check_files, fetch, sources_alone
 
 # With the types of values that stage.py knows.
-DTYPES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
+CPU_DTYPES = {torch.float32: "float", torch.bfloat16: "c10::BFloat16", torch.float16: "c10::Half"}
 # RuntimeError: stage.py's BuildError, or PyTorch's of a library that it cannot register.
 UNBUILDABLE = (RuntimeError, OSError, ImportError)
 PROJECT = Path(__file__).parent.parent / "hub"  # hub_kernels/tide-kernels, by a link
@@ -57,9 +57,9 @@ _loaded: dict[torch.dtype, ModuleType | None] = {}  # the kernels for a dtype; `
 def load_op(name: str, dtype: torch.dtype) -> OpOverload | None:
     """Return the op of a kernel for a dtype; build the kernels unless they are there.
 
-    Returns `None` for dtypes that `DTYPES` lacks, and if the kernels cannot be built.
+    Returns `None` for dtypes that `CPU_DTYPES` lacks, and if the kernels cannot be built.
     """
-    if dtype not in DTYPES or not build_kernels(dtype):
+    if dtype not in CPU_DTYPES or not build_kernels(dtype):
         return None
     op: OpOverload = getattr(_loaded[dtype], name)
     return op
@@ -67,7 +67,7 @@ def load_op(name: str, dtype: torch.dtype) -> OpOverload | None:
 
 def are_ready(dtype: torch.dtype) -> bool:
     """Whether the kernels for a dtype can run without a compiler: they were fetched, or built earlier."""
-    if dtype not in DTYPES:
+    if dtype not in CPU_DTYPES:
         return False
     if dtype not in _loaded and _loading.acquire(blocking=False):  # fails while another thread builds
         try:
@@ -80,7 +80,7 @@ def are_ready(dtype: torch.dtype) -> bool:
 
 def build_kernels(dtype: torch.dtype) -> bool:
     """Build and load the kernels for a dtype, unless they are ready; return whether they are then."""
-    if dtype not in DTYPES:
+    if dtype not in CPU_DTYPES:
         return False
     if dtype not in _loaded:
         with _loading:
@@ -90,7 +90,7 @@ def build_kernels(dtype: torch.dtype) -> bool:
 
 
 def obstacle_to_build(dtype: torch.dtype) -> str | None:
-    """The reason why kernels for a dtype of `DTYPES` cannot be built, or not kept; `None` if nothing is known."""
+    """The reason why kernels for a dtype of `CPU_DTYPES` cannot be built, or not kept; `None` if nothing is known."""
     try:
         stage_module().check_cpu()
         folder = built_folder(dtype)
@@ -105,7 +105,7 @@ def fetch_kernels(repo: str, revision: str | None) -> str | None:
     found = _fetched(repo, revision)
     if isinstance(found, str):
         return found
-    missing = {dtype: found for dtype in DTYPES if _loaded.get(dtype) is None}
+    missing = {dtype: found for dtype in CPU_DTYPES if _loaded.get(dtype) is None}
     if missing:
         with _loading:
             _loaded.update(missing)
@@ -134,7 +134,7 @@ def precompiling_header() -> Iterator[None]:
 
     The context belongs inside [`compiling`].
     """
-    from torch._inductor import codecache  # noqa: PLC0415
+    from torch._inductor import codecache, config  # noqa: PLC0415
     from torch._inductor.cpu_vec_isa import pick_vec_isa  # noqa: PLC0415
 
     def precompile() -> None:
@@ -142,7 +142,7 @@ def precompiling_header() -> Iterator[None]:
             codecache.CppPythonBindingsCodeCache.load_pybinding_async([], 'extern "C" void kernel() {}')
 
     has_header = any((compile_cache_folder() / HEADER_FOLDER).glob("*.gch"))
-    if has_header or not all(hasattr(codecache, name) for name in HEADERS):
+    if has_header or not config.cpp_cache_precompile_headers:
         yield
         return
     spare_probes()
@@ -273,7 +273,7 @@ def _built(dtype: torch.dtype) -> Path:
     folder = built_folder(dtype)
 
     def build_in(place: Path) -> Path:
-        variant: Path = stage.stage_cpu(place, [stage.cpu_level()], [DTYPES[dtype]])
+        variant: Path = stage.stage_cpu(place, [stage.cpu_level()], [CPU_DTYPES[dtype]])
         return variant
 
     if not _can_keep(folder):

@@ -28,12 +28,10 @@ from ..common.errors import ConfigurationError, UnsupportedModelError
 from ..routers.draft_head import DraftHead, rotate
 from ..routers.exit_points import logit_of
 from ..routers.routers import TIDERouters
-from ..speculation.exits import MAX_EXITS
 from .arguments import Settings
 from .documents import TokenBatch
-from .draft_exits import UNKNOWN, DraftExits
 from .heads import FrequentUnembed, round_weights
-from .routers import area_under_curve, expected_calibration_error, platt_scaling
+from .router_training import area_under_curve, expected_calibration_error, platt_scaling
 from .states import StateBatch, StateStore
 from .training import mixed_precision, seeded, train_epochs
 
@@ -48,6 +46,7 @@ FRESH = 12, 1.0  # for a new head
 FURTHER = 6, 0.5  # for a trained one; the lower rate keeps it from forgetting
 TOKENS_PER_STEP = 1200  # padding included
 REGRESSION_BATCHES = 80
+MEASURED_STEPS = 8  # of a draft, whose agreement is in the record
 HEAD_DIM = 64  # of heads for base models whose config names no attention heads
 RIDGE_PENALTY = 1e-2
 INITIAL_STD = 0.02
@@ -90,12 +89,8 @@ def draft_head_shape(
         "draft_vocab_size": draft_vocab_size,
         "tap_layers": sorted({min(2, layers), -(-layers // 2), layers}),
         "target_hidden_size": size,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
         "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 8192,
-        **dict.fromkeys(("attention_bias", "mlp_bias", "qk_norm", "norm_before_residual", "norm_before_fc"), False),
-        **dict.fromkeys(("fc_norm", "norm_output", "has_embedding"), False),
     }
 
 
@@ -327,58 +322,28 @@ class DraftHeadStage:
         stopped = steps < epochs * num_batches
         return {"epochs": len(curve), "steps": steps, "stopped": stopped, "curve": curve, **facts}
 
-    def figures(self, exits: DraftExits) -> dict[str, Any]:
-        """Figures of the head and its confidence, ready for JSON, from its exits on the certify split."""
-        known = exits.is_known[:, 0]
-        scores, agrees = exits.lowest[known, 0], exits.agrees[known, 0]
+    def figures(self) -> dict[str, Any]:
+        """Figures of the head and its confidence on the certify split, ready for JSON."""
+        steps = self._drafts("certify", MEASURED_STEPS)
+        log_probabilities, agrees = steps[0]
+        head = self.trainer.head
+        scores = head.score(log_probabilities.to(head.confidence.device)).cpu()
+        by_step = [int(right.sum()) / max(1, len(right)) for _, right in steps]
         return {
             "layer": 0,
-            "agreement": float(agrees.double().mean()),
-            "agreement_by_step": exits.agreement_by_step(),
+            "agreement": by_step[0],
+            "agreement_by_step": by_step,
             "confidence_auc": area_under_curve(scores, agrees),
             "expected_calibration_error": expected_calibration_error(scores, agrees),
-            "parameters": sum(parameter.numel() for parameter in self.trainer.head.parameters()),
+            "parameters": sum(parameter.numel() for parameter in head.parameters()),
         }
-
-    @torch.no_grad()
-    def exits(self, split: str) -> DraftExits:
-        """What `early_exit` would do on the documents of a split."""
-        parts, num_documents = [], 0
-        for batch in self._batches(split):
-            with self._as_in_drafting():
-                lowest, agrees = self._runs(batch)
-            counted = batch.counted.to(lowest.device)
-            documents = num_documents + torch.arange(len(counted), device=counted.device)[:, None].expand_as(counted)
-            num_documents += len(counted)
-            parts.append((lowest[counted].cpu(), agrees[counted].cpu(), documents[counted].cpu()))
-        return DraftExits(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-    def _runs(self, batch: TappedBatch) -> tuple[Tensor, Tensor]:
-        """For each position of a batch, `lowest` and `agrees` of [`DraftExits`], (rows, length, MAX_EXITS)."""
-        top = batch.top
-        ids, counted = batch.input_ids.to(top.device), batch.counted.to(top.device)
-        lowest = torch.full((*top.shape, MAX_EXITS), UNKNOWN, device=top.device)
-        agrees, length = torch.zeros_like(lowest, dtype=torch.bool), top.shape[1]
-        before = torch.ones_like(lowest[:, : length - 1, 0])  # lowest score of the steps before; `UNKNOWN` ends a run
-        for step, output in enumerate(self.trainer.unroll(batch, min(MAX_EXITS, length - 1))):
-            width = length - 1 - step
-            log_probabilities, drafted = self._drafts(output[:, :width])
-            scores = self.trainer.head.score(log_probabilities)
-            right = drafted == top[:, 1 + step :]
-            lowest[:, :width, step] = torch.where(
-                counted[:, 1 + step :], torch.minimum(before[:, :width], scores), UNKNOWN
-            )
-            agrees[:, :width, step] = right
-            goes_on = right[:, :-1] & (ids[:, 2 + step :] == drafted[:, :-1])
-            before = torch.where(goes_on, lowest[:, : width - 1, step], UNKNOWN)
-        return lowest, agrees
 
     def _as_in_drafting(self) -> AbstractContextManager[Any]:
         """The precision in which an engine computes drafts: the model's, unless bfloat16 would take longer."""
         is_bfloat16 = self.trainer.model.dtype == torch.bfloat16
         return mixed_precision(output_device(self.trainer.unembed.structure)) if is_bfloat16 else nullcontext()
 
-    def _drafts(self, output: Tensor) -> tuple[Tensor, Tensor]:
+    def _read(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities (...) of drafted tokens, and these tokens (...), of the head's outputs (..., D)."""
         head = self.trainer.head
         best, drafted = head.lm_head(head.norm(output)).float().log_softmax(dim=-1).max(dim=-1)
@@ -386,26 +351,34 @@ class DraftHeadStage:
 
     def scale_confidence(self) -> None:
         """Fit the head's confidence to first drafts on the tune split, by Platt scaling."""
-        log_probabilities, agrees = self._first_drafts("tune")
+        log_probabilities, agrees = self._drafts("tune", 1)[0]
         scaling = platt_scaling(logit_of(log_probabilities), agrees)
         with torch.no_grad():
             self.trainer.head.confidence.copy_(torch.tensor(scaling).bfloat16())
 
     def _agreement(self, split: str) -> float:
-        return float(self._first_drafts(split)[1].double().mean())
+        return float(self._drafts(split, 1)[0][1].double().mean())
 
     @torch.no_grad()
-    def _first_drafts(self, split: str) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (N,) of the head's first drafts, and whether the full model agrees (N,)."""
-        found, agrees = [], []
+    def _drafts(self, split: str, steps: int) -> list[tuple[Tensor, Tensor]]:
+        """For each step of drafts on a split: log-probabilities (N,) of the tokens, and whether the full model agrees.
+
+        A draft is followed while its tokens are the full model's, and the document goes on with them.
+        """
+        found: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(steps)]
         for batch in self._batches(split):
+            top, counted = batch.top, batch.counted.to(batch.top.device)
+            ids = nn.functional.pad(batch.input_ids.to(top.device), (0, 1), value=-1)
+            is_followed = counted[:, 1:]
             with self._as_in_drafting():
-                (output,) = self.trainer.unroll(batch, 1)
-                counted = batch.counted[:, 1:].to(output.device)
-                log_probabilities, drafted = self._drafts(output[counted])
-            found.append(log_probabilities.cpu())
-            agrees.append((drafted == batch.top[:, 1:][counted]).cpu())
-        return torch.cat(found), torch.cat(agrees)
+                for step, output in enumerate(self.trainer.unroll(batch, steps), start=1):
+                    log_probabilities, drafted = self._read(output[:, : is_followed.shape[1]][is_followed])
+                    agrees = drafted == top[:, step:][is_followed]
+                    found[step - 1][0].append(log_probabilities.cpu())
+                    found[step - 1][1].append(agrees.cpu())
+                    goes_on = agrees & (drafted == ids[:, 1 + step :][is_followed])
+                    is_followed = is_followed.masked_scatter(is_followed, goes_on)[:, :-1] & counted[:, 1 + step :]
+        return [(torch.cat(first), torch.cat(second)) for first, second in found]
 
     def _batches(self, split: str, seed: int | None = None) -> Iterator[TappedBatch]:
         """Whole documents, as many as `TOKENS_PER_STEP` allows; shuffled if there is a seed."""

@@ -6,9 +6,9 @@ from torch import nn
 
 from tide_hf import TIDEModelForCausalLM, calibrate
 from tide_hf.base_model.structure import find_structure
-from tide_hf.depth import linear_gate
-from tide_hf.depth.linear_gate import LinearGate, SingleLayoutGate, faster_passes
-from tide_hf.kernels.cpu.weight_layouts import PrepackedWeight, UpcastWeight
+from tide_hf.weights import linear_gate
+from tide_hf.weights.layouts import PrepackedWeight, UpcastWeight
+from tide_hf.weights.linear_gate import LinearGate, SingleLayoutGate, faster_passes
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 IDS = torch.arange(60).view(3, 20)

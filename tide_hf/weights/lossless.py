@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cpp_kernels import load_op
-from .weight_layouts import StoredWeight
+from ..kernels.cpu.cpp_kernels import load_op
+from .layouts import StoredWeight
 
 MAX_ROWS = 16  # of the input; products of more rows are compute-bound
 VALUES_AT_ONCE = 1 << 16  # which stay in a core's cache

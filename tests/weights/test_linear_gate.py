@@ -4,32 +4,33 @@ import copy
 
 import pytest
 import torch
-from packed_weights import set_fastest_layouts
+from packed_weights import narrow, set_fastest_layouts
 from recorded import Recording
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.depth import linear_gate
 from tide_hf.depth.gates import LayerRun, active
-from tide_hf.depth.linear_gate import DRAFT_LAYOUTS, KERNEL_LAYOUTS, LinearGate, allowed_layouts, linear_gates
-from tide_hf.kernels.cpu import weight_layouts
-from tide_hf.kernels.cpu.weight_layouts import (
+from tide_hf.weights import layouts as weight_layouts
+from tide_hf.weights import linear_gate
+from tide_hf.weights.layouts import (
     WEIGHT_LAYOUTS,
     PlainWeight,
     PrepackedWeight,
     QuantizedWeight,
     UpcastWeight,
 )
+from tide_hf.weights.linear_gate import DRAFT_LAYOUTS, KERNEL_LAYOUTS, LinearGate, allowed_layouts
+from tide_hf.weights.lossless import HalfWeight, RequantizedWeight
 
-DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if weight_layouts.can_pack(dtype)]
+PACKED_DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if weight_layouts.can_pack(dtype)]
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
 
 @pytest.fixture(autouse=True)
 def _packed_is_faster(monkeypatch):
     """Whatever this machine is."""
-    set_fastest_layouts(monkeypatch, DTYPES)
+    set_fastest_layouts(monkeypatch, PACKED_DTYPES)
 
 
 @pytest.fixture
@@ -46,10 +47,10 @@ def make_linear(size_in, size_out, bias):
     return linear
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
 @pytest.mark.parametrize("layout", [PrepackedWeight, PlainWeight])
 def test_the_output_is_the_layers_for_any_number_of_rows(attached, dtype, layout, monkeypatch):
-    set_fastest_layouts(monkeypatch, DTYPES, order=(layout, None), except_rows=64)
+    set_fastest_layouts(monkeypatch, PACKED_DTYPES, order=(layout, None), except_rows=64)
     atol = 1e-5 if dtype is torch.float32 else 1e-2
     for rows in (1, 3, 64, 300):
         linear = make_linear(112, 65, bias=rows != 3).to(dtype)
@@ -78,7 +79,7 @@ def test_weights_without_fast_products_are_upcast_in_chunks(attached, dtype, has
     torch.testing.assert_close(together, nn.functional.linear(state, torch.cat(pair)), atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
 def test_draft_steps_read_quantised_weights(attached, dtype):
     linear, state = make_linear(112, 65, True).to(dtype), torch.randn(2, 1, 112).to(dtype)
     with torch.no_grad():
@@ -111,8 +112,7 @@ def test_models_that_share_a_weight_share_its_copy(attached):
 def test_the_op_is_the_plain_product_for_weights_without_a_layout(layout):
     state, weight, bias = torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5)
     plain = nn.functional.linear(state, weight, bias)
-    assert torch.equal(torch.ops.tide_hf.linear(state, weight, bias, layout), plain)
-    assert torch.equal(torch.ops.tide_hf.fused_linear(state, [weight], bias, layout), plain)
+    assert torch.equal(torch.ops.tide_hf.linear(state, [weight], bias, layout), plain)
 
 
 def test_a_parametrised_bias_is_added_and_a_parametrised_weight_left_to_the_layer(attached):
@@ -157,6 +157,22 @@ def test_changed_weights_are_read_in_the_next_pass(attached, monkeypatch, layout
         torch.testing.assert_close(linear.forward.converted[layout].apply(state, None), before)
 
 
+@pytest.mark.parametrize("layout", [PrepackedWeight, HalfWeight, RequantizedWeight])
+def test_a_weight_that_cannot_be_converted_is_tried_again_once_it_has_changed(monkeypatch, caplog, layout):
+    linear, memory = nn.Linear(32, 32), 2**50
+    gate, convert = LinearGate(linear), layout._convert
+    monkeypatch.setattr(linear_gate, "fastest_layout", lambda _, __, layouts: next(iter(layouts), None))
+    if layout is PrepackedWeight:  # other weights lack values that the layout can hold
+        monkeypatch.setattr(layout, "_convert", lambda *_: torch.empty(memory))
+    assert gate.prepare(1, (layout,)) is None
+    assert len(caplog.records) == (layout is PrepackedWeight)
+    monkeypatch.setattr(layout, "_convert", lambda *_: pytest.fail("tried again"))
+    assert gate.prepare(1, (layout,)) is None
+    monkeypatch.setattr(layout, "_convert", convert)
+    narrow(linear, "integers" if layout is RequantizedWeight else "bfloat16")
+    assert isinstance(gate.prepare(1, (layout,)), layout)
+
+
 def test_a_stored_choice_holds_in_tides_passes_without_gradients_only(attached):
     linear, state = make_linear(16, 16, bias=True), torch.randn(5, 16)
     with allowed_layouts(KERNEL_LAYOUTS, cache_choice=True):
@@ -174,9 +190,9 @@ def test_a_stored_choice_holds_in_tides_passes_without_gradients_only(attached):
 
 def test_copied_and_released_models_have_no_copies_and_detached_ones_no_gates(attached):
     attached(input_ids=torch.arange(8)[None])
-    gates, twin = list(linear_gates(attached._tide.structure)), copy.deepcopy(attached)
+    gates, twin = attached._tide.weights.gates(), copy.deepcopy(attached)
     assert all(gate.converted for gate in gates)
-    twins = list(linear_gates(twin._tide.structure))
+    twins = twin._tide.weights.gates()
     assert twins[0].module is twin.model.layers[0].self_attn.q_proj
     attached.tide_release()
     assert not any(gate.converted for gate in (*gates, *twins))

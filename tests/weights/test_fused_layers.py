@@ -12,11 +12,11 @@ from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
-from tide_hf.depth.fused_layers import FusedLayer, Probe, fused_layer
-from tide_hf.engines.steps.step_buffers import WIDTHS
+from tide_hf.engines.steps.step_tensors import WIDTHS
 from tide_hf.kernels.cpu import cpp_kernels
 from tide_hf.kernels.cpu.cpp_kernels import build_kernels, load_op
-from tide_hf.kernels.cpu.weight_layouts import DECODE_ROWS
+from tide_hf.weights.fused_layers import FusedLayer, Probe, fused_layer
+from tide_hf.weights.layouts import DECODE_ROWS
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3")
 OTHERS = ("gpt2", "opt", "phi3", "olmo2", "gemma2", "mixtral", "deepseek_v3", "cohere2")
@@ -110,8 +110,8 @@ def test_layers_that_look_alike_but_compute_otherwise_run_by_their_own_forward(w
 def test_attaching_copies_no_weights(tiny_llama, monkeypatch):
     set_fastest_layouts(monkeypatch)  # copies
     model = TIDEModelForCausalLM.attach(tiny_llama())
-    assert model._tide.execute_layer() is not None
-    assert not any(layout.is_copy for gate in model._tide.gates() for layout in gate.converted)
+    assert model._tide.weights.execute_layer() is not None
+    assert not any(layout.is_copy for gate in model._tide.weights.gates() for layout in gate.converted)
 
 
 @pytest.mark.parametrize("options", [{"use_kernels": False}, {"pack_weights": False}])

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .cpp_kernels import load_op
-from .weight_layouts import StoredWeight
+from ..kernels.cpu.cpp_kernels import load_op
+from .layouts import StoredWeight
 
 # Of the input, for int8 weights. Products of more rows are compute-bound, and the package's own is then as fast, or
 # faster where the CPU has instructions for half precision.

@@ -9,7 +9,7 @@ verify pass over a few tokens is bound by the bandwidth with which it reads the 
 - The skinny GEMM reads plain weights sequentially, once for all rows of the input, without a copy. It sums in the same
   order for any number of rows, so a pass over several tokens rounds as passes over single tokens do.
 - The group-wise quantised GEMM, for few rows, reads a half or a quarter of the bytes of plain weights.
-- Weights whose values need fewer bits than their dtype has are read in those bits; see `lossless_weights`.
+- Weights whose values need fewer bits than their dtype has are read in those bits; see `lossless`.
 - On CPUs without bfloat16 or float16 instructions, PyTorch multiplies weights of these dtypes several times slower
   than float32, so they are upcast to float32, chunk by chunk, at each call.
 
@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...common.measurements import measured
-from ...common.memory import copy_if_it_fits
-from ...common.timing import least_seconds
-from .cpp_kernels import load_op
+from ..common.measurements import measured
+from ..common.memory import copy_if_it_fits
+from ..common.timing import least_seconds
+from ..kernels.cpu.cpp_kernels import load_op
 
 MAX_QUANTIZED_ROWS = 8  # of the quantised GEMM's input
 UPCAST_CHUNK = 1 << 20  # values of a weight that are upcast at a time
@@ -193,8 +193,10 @@ class StoredWeight(WeightLayout):
         return product(input, [self.values], bias, [self.scales])
 
 
-WEIGHT_LAYOUTS: tuple[type[WeightLayout], ...] = (PrepackedWeight, QuantizedWeight, PlainWeight, UpcastWeight)
-PYTORCH_LAYOUTS: tuple[type[WeightLayout], ...] = (PrepackedWeight, UpcastWeight)
+Layouts = tuple[type[WeightLayout], ...]
+
+WEIGHT_LAYOUTS: Layouts = (PrepackedWeight, QuantizedWeight, PlainWeight, UpcastWeight)
+PYTORCH_LAYOUTS: Layouts = (PrepackedWeight, UpcastWeight)
 
 # Converted weights by layout class, and by address, shape and stride; models may share weights.
 _known: WeakValueDictionary[tuple[Any, ...], WeightLayout] = WeakValueDictionary()
@@ -214,11 +216,7 @@ def _key_of(weights: Sequence[Tensor], layout: type[WeightLayout]) -> tuple[Any,
     return (layout, *[(weight.data_ptr(), weight.shape, weight.stride()) for weight in weights])
 
 
-def _one_linear(input: Tensor, weight: Tensor, bias: Tensor | None, layout: int = 0) -> Tensor:
-    return _fused_linear(input, [weight], bias, layout)
-
-
-def _fused_linear(input: Tensor, weights: list[Tensor], bias: Tensor | None, layout: int = 0) -> Tensor:
+def _linear(input: Tensor, weights: list[Tensor], bias: Tensor | None, layout: int = 0) -> Tensor:
     known = _known.get(_key_of(weights, WEIGHT_LAYOUTS[layout]))
     return functional.linear(input, _concatenated(weights), bias) if known is None else known.apply(input, bias)
 
@@ -227,21 +225,19 @@ def _empty(input: Tensor, weights: list[Tensor]) -> Tensor:
     return input.new_empty((*input.shape[:-1], sum(weight.shape[0] for weight in weights)))
 
 
-# Ops that look up the converted weights by the plain weights: a graph cannot take oneDNN's packed tensors as inputs.
+# An op that looks up the converted weights by the plain weights, one or several that are fused: a graph cannot take
+# oneDNN's packed tensors as inputs.
 _ops = torch.library.Library("tide_hf", "DEF")
-_ops.define("linear(Tensor input, Tensor weight, Tensor? bias, int layout=0) -> Tensor")
-_ops.impl("linear", _one_linear, "CompositeExplicitAutograd")
-_ops.define("fused_linear(Tensor input, Tensor[] weights, Tensor? bias, int layout=0) -> Tensor")
-_ops.impl("fused_linear", _fused_linear, "CompositeExplicitAutograd")
-torch.library.register_fake("tide_hf::linear", lambda input, weight, *_: _empty(input, [weight]), lib=_ops)
-torch.library.register_fake("tide_hf::fused_linear", lambda input, weights, *_: _empty(input, weights), lib=_ops)
+_ops.define("linear(Tensor input, Tensor[] weights, Tensor? bias, int layout=0) -> Tensor")
+_ops.impl("linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake("tide_hf::linear", lambda input, weights, *_: _empty(input, weights), lib=_ops)
 
 
 # Seconds, by layout (`None` is PyTorch's linear), dtype, threads and one of PROBED_ROWS.
 _measured: dict[tuple[type[WeightLayout] | None, torch.dtype, int, int], float] = {}
 
 
-def fastest_layout(dtype: torch.dtype, rows: int, layouts: tuple[type[WeightLayout], ...]) -> type[WeightLayout] | None:
+def fastest_layout(dtype: torch.dtype, rows: int, layouts: Layouts) -> type[WeightLayout] | None:
     """The fastest of `layouts` for a number of rows; `None` if PyTorch's linear is the fastest. Measured once.
 
     A symbolic number of rows is one of a prompt; `layouts` serve all of those then.
@@ -258,9 +254,7 @@ def fastest_layout(dtype: torch.dtype, rows: int, layouts: tuple[type[WeightLayo
 
 
 @lru_cache(maxsize=1024)  # called for every linear layer of every pass
-def _fastest_layout(
-    dtype: torch.dtype, rows: int, layouts: tuple[type[WeightLayout], ...], _threads: int
-) -> type[WeightLayout] | None:
+def _fastest_layout(dtype: torch.dtype, rows: int, layouts: Layouts, _threads: int) -> type[WeightLayout] | None:
     if rows < PROBED_ROWS[0]:
         return None
     probed = max(known for known in PROBED_ROWS if known <= rows)
@@ -309,11 +303,6 @@ def _measure(layout: type[WeightLayout] | None, dtype: torch.dtype, numbers: Seq
         return least_seconds(lambda: [one.apply(input, None) for one in taken], REPEATS)
 
     return [multiply(rows) for rows in numbers]
-
-
-def measure_layouts(dtype: torch.dtype, layouts: tuple[type[WeightLayout], ...]) -> None:
-    """Measure what [`fastest_layout`] needs while decoding, so that no call has to wait for it."""
-    fastest_layout(dtype, DECODE_ROWS[0], layouts)
 
 
 def clearly_faster_layout(dtype: torch.dtype) -> type[WeightLayout] | None:

@@ -27,9 +27,9 @@ from ..base_model.structure import CACHE, DecoderStructure
 from ..common.errors import first_line
 from ..common.measurements import measured
 from ..common.timing import least_seconds
+from ..depth.gates import ExecuteLayer, Gate, LayerGate, LayerRun, active, input_state
 from ..kernels.cpu.cpp_kernels import are_ready, load_op
-from ..kernels.cpu.weight_layouts import DECODE_ROWS, PlainWeight, StoredWeight
-from .gates import ExecuteLayer, Gate, LayerGate, LayerRun, active, input_state
+from .layouts import DECODE_ROWS, PlainWeight, StoredWeight
 from .linear_gate import KERNEL_LAYOUTS, LOSSLESS_LAYOUTS, IntegerGate, LinearGate, allowed_layouts, layouts_now
 
 NORMS = ("input_layernorm", "post_attention_layernorm")

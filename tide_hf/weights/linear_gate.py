@@ -1,4 +1,4 @@
-"""Linear layers on a CPU that read their weights in the fastest layout (see `weight_layouts`).
+"""Linear layers on a CPU that read their weights in the fastest layout (see `layouts`).
 
 Reading weights takes most of the time of a draft step, and drafted tokens are verified. Draft steps may therefore read
 group-wise quantised weights (compare LLM.int8(), arXiv 2208.07339); verify passes never do.
@@ -21,11 +21,12 @@ from ..base_model.structure import DecoderStructure
 from ..base_model.unembed import addresses_of
 from ..common.errors import UnsupportedOptionError
 from ..common.memory import copy_if_it_fits, free_host_memory
-from ..kernels.cpu.cpp_kernels import DTYPES
-from ..kernels.cpu.integer_weights import IntegerWeight, integers_of
-from ..kernels.cpu.lossless_weights import HalfWeight, InexactWeightError, RequantizedWeight
-from ..kernels.cpu.weight_layouts import (
+from ..depth.gates import ACTIVE_RUN, Gate
+from ..kernels.cpu.cpp_kernels import CPU_DTYPES
+from .integers import IntegerWeight, integers_of
+from .layouts import (
     PYTORCH_LAYOUTS,
+    Layouts,
     PlainWeight,
     QuantizedWeight,
     WeightLayout,
@@ -35,22 +36,20 @@ from ..kernels.cpu.weight_layouts import (
     in_layout,
     version_of,
 )
-from .gates import ACTIVE_RUN, Gate
+from .lossless import HalfWeight, InexactWeightError, RequantizedWeight
 
 MEMORY_SHARE = 0.25  # maximum share of the free memory that copies of weights may take
-
-Layouts = tuple[type[WeightLayout], ...]
 
 LOSSLESS_LAYOUTS: Layouts = (RequantizedWeight, HalfWeight)  # of weights that need fewer bits than they have
 PROMPT_LAYOUTS: Layouts = (PlainWeight, *PYTORCH_LAYOUTS)  # if compiled kernels may run, for any number of rows
 KERNEL_LAYOUTS: Layouts = (*LOSSLESS_LAYOUTS, *PROMPT_LAYOUTS)
 DRAFT_LAYOUTS: Layouts = (QuantizedWeight, *KERNEL_LAYOUTS)  # for passes whose tokens are verified
 
-Product = Callable[[Tensor], Tensor]
+Multiply = Callable[[Tensor], Tensor]
 
 _layouts: ContextVar[Layouts] = ContextVar("tide_hf_layouts", default=PYTORCH_LAYOUTS)
 # The chosen product function for each gate and input size; `None` while weights may change or a graph is traced.
-_products: ContextVar[dict[tuple[LinearGate, int], Product] | None] = ContextVar("tide_hf_products", default=None)
+_products: ContextVar[dict[tuple[LinearGate, int], Multiply] | None] = ContextVar("tide_hf_products", default=None)
 
 
 def layouts_now() -> Layouts:
@@ -116,11 +115,11 @@ class LinearGate(Gate):
         """Bytes of what layouts are made from."""
         return sum(source.nbytes for source in self.sources())
 
-    def _choose(self, input: Tensor, products: dict[tuple[LinearGate, int], Product] | None) -> Tensor:
+    def _choose(self, input: Tensor, products: dict[tuple[LinearGate, int], Multiply] | None) -> Tensor:
         weight, bias, is_traced = self._weight, self._bias, is_in_torch_dispatch_mode()
         with _disable_current_modes() if is_traced else nullcontext():  # no trace shall convert weights, or measure
             converted = self.prepare(input.numel() // self._size, _layouts.get())
-        product: Product
+        product: Multiply
         if converted is None:
             has_own = self.replaced is not None or not _is_plain(weight)
             product = self.native if has_own else partial(functional.linear, weight=weight, bias=bias)
@@ -128,7 +127,7 @@ class LinearGate(Gate):
             # Dispatching an op takes microseconds, 4% of a small model's pass.
             product = partial(converted.apply, bias=bias)
         else:
-            return torch.ops.tide_hf.linear.default(input, weight, bias, converted.number)
+            return torch.ops.tide_hf.linear.default(input, [weight], bias, converted.number)
         if products is not None:
             products[self, input.numel()] = product
         return product(input)
@@ -195,7 +194,7 @@ class LinearGate(Gate):
 
 
 class IntegerGate(LinearGate):
-    """Replaces the `forward` of one linear layer whose weight is quantised to integers (see `integer_weights`)."""
+    """Replaces the `forward` of one linear layer whose weight is quantised to integers (see `integers`)."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
@@ -239,11 +238,10 @@ def faster_passes(structure: DecoderStructure) -> Iterator[None]:
     A layout that copies the weights is used only if the copy takes at most a quarter of the free memory.
     """
     linears, may_copy = linears_to_gate(structure, "auto")
-    layouts = {linear: clearly_faster_layout(linear.weight.dtype) for linear in filter(has_plain_weight, linears)}
     gates = [
         SingleLayoutGate(linear, layout)
-        for linear, layout in layouts.items()
-        if layout and (may_copy or not layout.is_copy)
+        for linear in filter(has_plain_weight, linears)
+        if (layout := clearly_faster_layout(linear.weight.dtype)) and (may_copy or not layout.is_copy)
     ]
     try:
         for gate in gates:
@@ -261,7 +259,7 @@ def linears_to_gate(structure: DecoderStructure, pack_weights: bool | str) -> tu
     """
     if pack_weights is False:
         return [], False
-    linears = linears_in(*_modules(structure))
+    linears = linears_in(*structure.layers, structure.head)
     if pack_weights is True and not packable(linears):
         has_any = can_pack(torch.float32)
         raise UnsupportedOptionError(
@@ -285,39 +283,17 @@ def copies_fit(linears: Iterable[Any]) -> bool:
     return needed <= free_host_memory() * MEMORY_SHARE
 
 
-def open_linear_gates(linears: list[nn.Linear], may_copy: bool, anywhere: bool = False) -> None:
-    """Install a gate on each linear layer that has none; `may_copy` and `anywhere` as in [`LinearGate`]."""
-    for linear in linears:
-        if isinstance(linear.__dict__.get("forward"), LinearGate):  # routers may be shared by two models
-            continue
-        gate = LinearGate(linear, may_copy, anywhere) if has_plain_weight(linear) else IntegerGate(linear)
-        gate.open()
-
-
-def linear_gates(structure: DecoderStructure, *others: nn.Module | None) -> Iterator[LinearGate]:
-    """The installed gates of the decoder, its head and `others`, such as a draft head."""
-    for module in _modules(structure, *others):
-        gate = module.__dict__.get("forward")
-        if isinstance(gate, LinearGate):
-            yield gate
-
-
 def weight_dtypes(gates: Iterable[LinearGate]) -> set[torch.dtype]:
     """The dtypes of gated weights, except those of parametrised weights."""
     return {weight.dtype for gate in gates if (weight := gate._weight) is not None}
 
 
-def linears_in(*modules: nn.Module) -> list[nn.Linear]:
-    """The linear layers among `modules` whose weights can be read in other layouts, or as integers."""
+def linears_in(*parts: nn.Module) -> list[nn.Linear]:
+    """The linear layers in `parts` whose weights can be read in other layouts, or as integers."""
     kinds = (LinearGate, type(None))  # accelerate replaces the forward of layers with offloaded weights
-    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    linears = [module for part in parts for module in part.modules() if isinstance(module, nn.Linear)]
     gateable = [linear for linear in linears if isinstance(linear.__dict__.get("forward"), kinds)]
     return [linear for linear in gateable if has_plain_weight(linear) or integers_of(linear) is not None]
-
-
-def _modules(structure: DecoderStructure, *others: nn.Module | None) -> Iterator[nn.Module]:
-    for module in (*structure.layers, structure.head, *others):
-        yield from module.modules() if module is not None else ()
 
 
 def has_plain_weight(linear: nn.Linear) -> bool:
@@ -327,5 +303,5 @@ def has_plain_weight(linear: nn.Linear) -> bool:
 
 def _is_plain(weight: Tensor) -> bool:
     """Whether a weight is a plain CPU parameter of a supported dtype, not a subclass (quantised or distributed)."""
-    is_readable = weight.is_cpu and weight.dtype in DTYPES
+    is_readable = weight.is_cpu and weight.dtype in CPU_DTYPES
     return is_readable and type(weight) is nn.Parameter and not weight.is_inference()

@@ -6,13 +6,13 @@ import pytest
 import torch
 from drafters import use_drafter
 from on_steps import LAYERS, OPTIONS, attach_compiled, new_tokens, prompts
-from packed_weights import set_fastest_layouts
+from packed_weights import ROUNDING, check_products, set_fastest_layouts
 from torch.nn import functional
 
-from tide_hf.depth import linear_gate
-from tide_hf.kernels.cpu import weight_layouts
-from tide_hf.kernels.cpu.cpp_kernels import DTYPES
-from tide_hf.kernels.cpu.weight_layouts import (
+from tide_hf.kernels.cpu.cpp_kernels import CPU_DTYPES
+from tide_hf.weights import layouts as weight_layouts
+from tide_hf.weights import linear_gate
+from tide_hf.weights.layouts import (
     WEIGHT_LAYOUTS,
     PlainWeight,
     PrepackedWeight,
@@ -21,7 +21,7 @@ from tide_hf.kernels.cpu.weight_layouts import (
     in_layout,
 )
 
-ROUNDING = 1e-6 if platform.machine() not in ("aarch64", "arm64") else 2e-6  # whose vectors take longer sums
+SUMMED = 1e-6 if platform.machine() not in ("aarch64", "arm64") else 2e-6  # whose vectors take longer sums
 SHAPES = [(576, (576, 192, 192)), (40, (7,)), (5000, (133, 5)), (3, (2, 1))]  # size of the input, and of the outputs
 SIZE, SIZE_OUT = 64, 32
 
@@ -29,21 +29,12 @@ pytestmark = pytest.mark.usefixtures("fresh_kernels")
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_the_skinny_gemm_is_linear_and_rounds_alike_for_any_number_of_rows(on_some_cpu, dtype):
     torch.manual_seed(0)
     for size, sizes in SHAPES:
         weights = [torch.randn(size_out, size).to(dtype) for size_out in sizes]
-        layout = PlainWeight(*weights)
-        for rows in (*range(1, 10), 21):
-            state = torch.randn(rows, size).to(dtype)
-            for bias in (None, torch.randn(sum(sizes)).to(dtype)):
-                wide_bias = None if bias is None else bias.double()
-                exact = functional.linear(state.double(), torch.cat(weights).double(), wide_bias)
-                found = layout.apply(state, bias)
-                tolerance = (ROUNDING if dtype is torch.float32 else 6e-3) * float(exact.abs().max())
-                assert float((found.double() - exact).abs().max()) <= tolerance
-                assert torch.equal(found, torch.cat([layout.apply(row, bias) for row in state.split(1)]))
+        check_products(PlainWeight(*weights), torch.cat(weights).double(), dtype, ROUNDING | {torch.float32: SUMMED})
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -89,7 +80,7 @@ def test_weights_at_one_address_are_told_apart(layout, part):
     other = weight[:8] if part == "some rows" else weight.t()
     converted = [in_layout(layout, one) for one in (weight, other)]
     for one in (weight, other):
-        found = torch.ops.tide_hf.linear(state, one, None, converted[0].number)
+        found = torch.ops.tide_hf.linear(state, [one], None, converted[0].number)
         torch.testing.assert_close(found, functional.linear(state, one), atol=1e-4, rtol=1e-5)
     del converted
     assert weight_layouts._key_of([weight], layout) not in weight_layouts._known

@@ -1,0 +1,185 @@
+"""How the weights of an attached model are read, decided in one place for eager calls, prompts and compiled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import nn
+
+from ..base_model.structure import DecoderStructure
+from ..common.choices import EAGER
+from ..depth.gates import ExecuteLayer
+from ..kernels.cpu.cpp_kernels import CPU_DTYPES, are_ready
+from ..routers.draft_head import DraftHead
+from ..routers.routers import TIDERouters
+from .fused_layers import FusedLayer, FusedLayers
+from .layouts import DECODE_ROWS, PYTORCH_LAYOUTS, Layouts, WeightLayout, fastest_layout
+from .linear_gate import (
+    DRAFT_LAYOUTS,
+    KERNEL_LAYOUTS,
+    PROMPT_LAYOUTS,
+    IntegerGate,
+    LinearGate,
+    allowed_layouts,
+    copies_fit,
+    has_plain_weight,
+    linears_in,
+    linears_to_gate,
+    weight_dtypes,
+)
+
+
+class WeightReading:
+    """Decides how the linear layers of one model and of its draft head read their weights.
+
+    Args:
+        structure: The model.
+        routers: Its routers; their draft head may be replaced.
+        pack_weights: As in `TIDEModelForCausalLM.from_pretrained`.
+        use_kernels: As there; of interest to eager calls alone.
+    """
+
+    def __init__(
+        self,
+        structure: DecoderStructure,
+        routers: TIDERouters | None,
+        pack_weights: bool | str = "auto",
+        use_kernels: bool | str = "auto",
+    ) -> None:
+        self.structure, self.routers, self.use_kernels = structure, routers, use_kernels
+        linears, self._may_copy = linears_to_gate(structure, pack_weights)
+        self._has_gates = bool(linears)
+        self.copies_at_once = pack_weights is True  # whether even the first short answer may copy weights
+        self._num_decoded = 0.0  # tokens per row that all calls have decoded
+        self.fused_layers = FusedLayers(structure)
+
+    def open(self) -> None:
+        """Install a gate on each linear layer of the model and of the draft head."""
+        self._open(*self.structure.layers, self.structure.head, anywhere=False)
+        self.open_for(*self._draft_heads)
+
+    def open_for(self, *own: nn.Module) -> None:
+        """Install gates on the linear layers of modules of TIDE's own, if those of the model have some."""
+        self._open(*own, anywhere=True)
+
+    def _open(self, *modules: nn.Module, anywhere: bool) -> None:
+        for linear in linears_in(*modules) if self._has_gates else ():
+            if isinstance(linear.__dict__.get("forward"), LinearGate):  # routers may be shared by two models
+                continue
+            has_plain = has_plain_weight(linear)
+            gate = LinearGate(linear, self._may_copy, anywhere) if has_plain else IntegerGate(linear)
+            gate.open()
+
+    @property
+    def _draft_heads(self) -> list[DraftHead]:
+        head = self.routers.draft_head if self.routers is not None else None
+        return [] if head is None else [head]
+
+    def remove(self) -> None:
+        """Remove the gates."""
+        for gate in self.gates():
+            gate.remove()
+
+    def release(self) -> None:
+        """Free the converted weights."""
+        for gate in self.gates():
+            gate.release()
+
+    def gates(self, *others: nn.Module) -> list[LinearGate]:
+        """The gates on linear layers of the model, of the draft head and of `others`."""
+        parts = (*self.structure.layers, self.structure.head, *self._draft_heads, *others)
+        forwards = [module.__dict__.get("forward") for part in parts for module in part.modules()]
+        return [forward for forward in forwards if isinstance(forward, LinearGate)]
+
+    @contextmanager
+    def in_call(self, engine: str, max_new_tokens: int) -> Iterator[None]:
+        """The context in which a call on `engine` is decoded; half of `max_new_tokens` are expected.
+
+        No weight may change in it. Those that have changed since the last call are converted anew.
+        """
+        gates = self.gates()
+        for gate in gates:
+            gate.release_if_changed()
+        layouts = self._eager_layouts(gates)
+        if engine == EAGER and not self.copies_at_once:  # compiled graphs keep the layouts that they were traced with
+            decoded = self._num_decoded + max_new_tokens / 2
+            layouts = tuple(layout for layout in layouts if layout.pays_after <= decoded)
+        with allowed_layouts(layouts, cache_choice=True):
+            yield
+
+    def add_decoded(self, tokens_per_row: float) -> None:
+        """Count what a call has decoded, since copies of weights pay only after some tokens."""
+        self._num_decoded += tokens_per_row
+
+    def in_compiled_prompt(self) -> AbstractContextManager[None]:
+        """The context of a prompt whose layers are compiled."""
+        return allowed_layouts(PROMPT_LAYOUTS)
+
+    def execute_layer(self) -> ExecuteLayer | None:
+        """What runs decoder layers in an eager call, where that is not their own forward; see [`FusedLayers`]."""
+        return None if self.use_kernels is False else self.fused_layers.for_call()
+
+    def measure(self) -> None:
+        """Measure what decodes the fastest on this machine, so that no call has to wait for it."""
+        gates = self.gates()
+        for dtype in weight_dtypes(gates):
+            fastest_layout(dtype, DECODE_ROWS[0], self._eager_layouts(gates))
+        self.execute_layer()  # probes and times the layers, which it remembers
+
+    def convert(self) -> bool:
+        """Convert the weights to what the kernels read the fastest, so that no later call has to; return if any was."""
+        gates = self.gates()
+        if self._eager_layouts(gates) is not KERNEL_LAYOUTS:
+            return False
+        self.copies_at_once = True
+        before = [len(gate.converted) for gate in gates]
+        for gate in gates:
+            gate.release_if_changed()
+            gate.prepare(DECODE_ROWS[0], KERNEL_LAYOUTS)
+        return before != [len(gate.converted) for gate in gates]
+
+    def missing_kernels(self) -> list[torch.dtype]:
+        """The dtypes of weights whose kernels eager calls lack."""
+        dtypes = weight_dtypes(self.gates()) & CPU_DTYPES.keys() if self.use_kernels is not False else ()
+        return [dtype for dtype in dtypes if not are_ready(dtype)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights that can be converted."""
+        return sum(gate.num_bytes for gate in self.gates())
+
+    def _eager_layouts(self, gates: list[LinearGate]) -> Layouts:
+        """The layouts that eager calls may read; those of kernels only if the kernels are compiled already."""
+        may_use_kernels = self.use_kernels is not False and all(map(are_ready, weight_dtypes(gates)))
+        return KERNEL_LAYOUTS if may_use_kernels else PYTORCH_LAYOUTS
+
+
+class StepReading:
+    """Decides how the compiled steps of a model read its weights and those of `others`, and knows which they have read.
+
+    It lasts from the first step until all steps are freed.
+    """
+
+    def __init__(self, weights: WeightReading, *others: nn.Module) -> None:
+        self._fused_layers, self._gates = weights.fused_layers, weights.gates(*others)
+        # Checked before the first step only, whose copies then take memory.
+        self._may_copy = all(gate.may_copy for gate in self._gates) and copies_fit(gate.module for gate in self._gates)
+        self._read: dict[tuple[LinearGate, type[WeightLayout]], WeightLayout] = {}
+
+    def is_current(self) -> bool:
+        """Whether no weight that steps have read has been converted anew."""
+        return all(gate.converted.get(layout) is found for (gate, layout), found in self._read.items())
+
+    @contextmanager
+    def in_step(self, kind: str, tokens: int) -> Iterator[tuple[dict[int, FusedLayer], bool]]:
+        """The context in which a step over `tokens` tokens is compiled; its kind is as in `StepStore.run`.
+
+        Yields the layers that kernels run, by index, and whether memory allows a copy of the weights.
+        """
+        layouts = DRAFT_LAYOUTS if kind == "draft" and self._may_copy else KERNEL_LAYOUTS
+        may_fuse = kind in ("verify", "segment")  # drafts read quantised weights
+        with allowed_layouts(layouts):
+            yield self._fused_layers.for_tokens(tokens) if may_fuse else {}, self._may_copy
+        self._read = {(gate, layout): found for gate in self._gates for layout, found in gate.converted.items()}
