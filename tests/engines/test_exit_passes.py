@@ -18,7 +18,7 @@ from on_steps import (
 
 from tide_hf import TIDERouters
 from tide_hf.base_model.structure import CACHE
-from tide_hf.common.errors import UnsupportedOptionError
+from tide_hf.common.errors import ConfigurationError, UnsupportedOptionError
 from tide_hf.engines.static import StaticEngine
 from tide_hf.engines.steps import step_buffers, step_store
 from tide_hf.engines.steps.exit_steps import WINDOW
@@ -213,6 +213,11 @@ def test_a_call_whose_buffers_do_not_fit_is_refused(monkeypatch):
     with pytest.raises(UnsupportedOptionError, match=message):
         model.generate(**prompts(), **OPTIONS)
     assert model.generate(**prompts(), **OPTIONS, tide_engine="eager").shape[1] == PROMPT + OPTIONS["max_new_tokens"]
+
+
+def test_a_batch_without_rows_is_refused_before_anything_is_made_for_it():
+    with pytest.raises(ConfigurationError, match="there is no prompt to continue: got a batch of 0 rows"):
+        attached().generate(torch.zeros((0, PROMPT), dtype=torch.long), **OPTIONS)
 
 
 def test_drafts_and_exits_have_buffers_of_their_own():

@@ -77,8 +77,8 @@ def check_widths(model: PreTrainedModel, structure: DecoderStructure, needs_logi
         needs_logits: Whether logits must be reproduced from hidden states. Drafts of n-grams do without.
 
     Returns:
-        Whether rows must stay level, since the model may count cache slots, those of rejected drafts included: its
-        layout is not known, or it is passed no positions.
+        Whether all rows must have one length, since the model may take slots for positions, those of rejected drafts
+        included: its layout is not known, or it is passed no positions.
     """
     if structure.is_recurrent:
         check_parity(model, structure)

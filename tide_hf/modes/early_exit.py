@@ -59,10 +59,15 @@ def _exit_on_steps(
     model: Any, call: Call, mode: str, engine_name: str, options: ExitOptions
 ) -> tuple[Any, ExitStats] | str:
     """Decode a call on steps; or return the reason why it has to run layer by layer."""
-    attachment, decoder = model._tide, decoder_of(model, call, mode)
-    reason = _obstacle(model, call, mode, options, decoder.drops_ended)
+    reason = _obstacle(model, call, mode, options)
     if reason is not None:
         return reason
+    attachment, decoder = model._tide, decoder_of(model, call, mode)
+    if len(decoder.rows) > 1 and not call.ends_by_length:
+        if options.strategy == "zero_pad":
+            return "with zero_pad, rows that have ended decide what the others store"
+        if not decoder.drops_ended:
+            return "rows that have ended stay in the batch, and add no tokens"
     kind = attachment.engines[engine_name]
     with kind.showing_warm_up(), attachment.weights.in_call(engine_name, call.max_new_tokens):
         found = kind.prefill_exits(model, attachment, call, options)
@@ -73,17 +78,13 @@ def _exit_on_steps(
     return result, decoder.stats
 
 
-def _obstacle(model: Any, call: Call, mode: str, options: ExitOptions, drops_ended: bool) -> str | None:
-    """The reason why no engine can run a call on steps, if there is one."""
+def _obstacle(model: Any, call: Call, mode: str, options: ExitOptions) -> str | None:
+    """The reason why no engine can run a call on steps, however its rows end; `None` if there is none."""
     cache = call.model_kwargs.get(CACHE)
     num_given = call.prompt_length - (int(cache.get_seq_length()) if isinstance(cache, Cache) else 0)
-    ends_apart = len(call.input_ids) > 1 and not call.ends_by_length
-    zero_pads = options.strategy == "zero_pad"
     reasons = {
         "post_hoc runs all layers": mode == "post_hoc",
         "tokens may exit in the prompt": options.exits_in_prompt or num_given <= 1,
-        "with zero_pad, rows that have ended decide what the others store": ends_apart and zero_pads,
-        "rows that have ended stay in the batch, and add no tokens": ends_apart and not drops_ended,
     }
     try:
         check_call(model, call, mode)
