@@ -49,10 +49,11 @@ def test_only_the_text_between_known_markers_is_replaced(results, tmp_path, caps
     assert text.startswith("a\n<!-- report: speed -->\n\n|  | chat |")
     assert text.endswith("|\n\n<!-- end of speed -->\nb\n<!-- report: x -->\n<!-- end of x -->")
     assert reported(results, readme, "--check") == 0
-    smaller = {path.name for path in RESULTS.iterdir() if path.is_dir()} - {"quick"}  # each has a table of speeds
+    smaller = {path.name for path in RESULTS.iterdir() if path.is_dir()} - {"quick"}
     pages = "".join(page.read_text(encoding="utf-8") for page in report.PAGES)
-    table_of = {name: "throughput" if name.startswith("published") else "speed" for name in smaller}
-    assert [name for name in smaller if f"<!-- report: {name}-{table_of[name]} -->" not in pages] == []
+    table_of = {"published": "throughput", "passes": "passes"}  # else that of speeds
+    marks = {name: f"<!-- report: {name}-{table_of.get(name.partition('-')[0], 'speed')} -->" for name in smaller}
+    assert [name for name, mark in marks.items() if mark not in pages] == []
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in RESULTS.glob("*/REPORT.md")))

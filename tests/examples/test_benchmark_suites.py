@@ -10,11 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import __main__ as command
 from examples.benchmarks import adapters, disagreement, items, published, questions, runner
+from examples.benchmarks.bench import Bench
 from examples.benchmarks.random_models import random_llama, random_routers
-from examples.benchmarks.suites import SUITES, decode, quality
+from examples.benchmarks.suites import SUITES, decode, passes, quality
 from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.calibration.text import draw_prompts
 from tide_hf.common.errors import ConfigurationError
+from tide_hf.weights.lossless import HalfWeight
 
 TINY = {
     "decode": {
@@ -29,6 +31,7 @@ TINY = {
     "quality": {"thresholds": [0.5], "documents": 4, "max_length": 12, "maths": 3, "max_new_tokens": 3, "choices": 5},
     "overhead": {"prompts": 1, "max_new_tokens": 3, "repeats": 1, "prompt_lengths": [8], "output_lengths": [3]}
     | {"batches": [2], "num_exit_layers": [1], "depths": [4], "hidden_size": 64, "vocab_size": 300},
+    "passes": {"widths": [1, 4], "prompt_tokens": 9, "turns": 3, "repeats": 2, "read_mb": 1},
 }
 
 
@@ -118,6 +121,56 @@ def test_overhead_measures_every_kind_of_scaling(run, one_thread):
     assert SUITES["overhead"].tables(record)["scaling"].count("\n") == 1 + 9
 
 
+def test_passes_of_each_width_take_turns_with_reading_the_memory(run, monkeypatch, one_thread):
+    widths, verify = {"eager": [], "compiled": []}, passes.TimedRule.accept
+
+    def accept(rule, batch, verified):
+        widths[rule.engine].append(verified.inputs.shape[1])
+        return verify(rule, batch, verified)
+
+    def timed_call(model, *args, timed_call=passes.timed_call):
+        monkeypatch.setattr(passes.TimedRule, "engine", model._tide.engine, raising=False)
+        tokens = timed_call(model, *args)
+        return tokens[:-1] + [tokens[-1] + 1] if model._tide.engine == "compiled" else tokens
+
+    monkeypatch.setattr(passes.TimedRule, "accept", accept)
+    monkeypatch.setattr(passes, "timed_call", timed_call)
+    record = run("passes")
+    for name, found in record["engines"].items():
+        ran = widths[name]
+        assert ran == (ran[:1] + 3 * [1, 1, 4] + 4 * [1]) * 3  # the prompt, which is no pass; a cold pass, each width
+        assert {key: len(seconds) for key, seconds in found["seconds"].items()} == {"memory": 6, "1": 6, "4": 6}
+    assert record["memory_bytes"] == 10**6
+    assert [check.passed for check in SUITES["passes"].checks(record)] == [True, False]
+    assert SUITES["passes"].checks(record | {"dtype": "bfloat16"}) == []  # where rounding explains it
+    table = SUITES["passes"].tables(record)["passes"].splitlines()
+    assert [line.split(" | ")[1] for line in table[2:]] == ["reading alone", "1", "4"] * 2
+
+
+def test_the_table_of_passes_compares_turn_by_turn():
+    seconds = {"memory": [0.01, 0.03, 0.01], "1": [0.002, 0.006, 0.002], "4": [0.003, 0.009, 0.003]}
+    found = {"eager": {"equal": True, "seconds": seconds, "bytes": 5 * 10**7}}
+    table = passes.tables({"engines": found, "memory_bytes": 5 * 10**8})["passes"].splitlines()
+    assert table[2:] == [
+        "| eager | reading alone | 10.0 | - | 500 | 50.0 | 1 |",
+        "| eager | 1 | 2.0 | 1.00 (1.00 to 1.00) | 50 | 25.0 | 0.50 (0.50 to 0.50) |",
+        "| eager | 4 | 3.0 | 1.50 (1.50 to 1.50) | 50 | 16.7 | 0.33 (0.33 to 0.33) |",
+    ]
+
+
+def test_a_pass_reads_the_weights_of_its_linear_layers_in_the_bits_that_they_are_stored_in(tiny_llama):
+    model = tiny_llama()
+    linears = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    plain = sum(weight.nbytes for weight in linears)
+    assert passes.bytes_read(passes.attached(Bench(model, None, None), "eager")) == plain
+    for weight in linears:
+        weight.data = weight.bfloat16().float()
+    ours = passes.attached(Bench(model, None, None), "eager")
+    read = passes.bytes_read(ours)
+    halves = [one for one in ours._tide.weights.gates() if HalfWeight in one.converted]
+    assert read == plain - sum(one.num_bytes for one in halves) // 2
+
+
 def test_static_skipping_keeps_the_first_the_last_and_evenly_spaced_layers():
     assert adapters.kept_layers(30, 24)[:3] == [0, 1, 3]
     assert adapters.kept_layers(8, 8) == list(range(8))
@@ -177,11 +230,14 @@ def test_the_likeliest_ending_is_the_choice():
         ('{"speed": {}}', "got speed"),
         ('{"decode": {"runs": 3}}', "got runs for decode"),
         ('{"decode": {"categories": ["songs"]}}', "no prompt has: got songs. Expected chat, maths"),
+        ('{"passes": {"widths": [1, 3]}}', "no pass has: got 1, 3. Expected 1, and any of 2, 4, 8, 16"),
+        ('{"passes": {"widths": [4]}}', "no pass has: got 4. Expected 1, and any of 2, 4, 8, 16"),
     ],
 )
 def test_an_invalid_config_is_refused(tmp_path, capsys, content, message):
     (tmp_path / "bad.json").write_text(content)
-    assert command.main(["run", "--suite", "decode", "--config", str(tmp_path / "bad.json")]) == 2
+    suite = "passes" if "passes" in content else "decode"
+    assert command.main(["run", "--suite", suite, "--config", str(tmp_path / "bad.json")]) == 2
     assert message in capsys.readouterr().err
     with pytest.raises(ConfigurationError):
         runner.read_config("none")
@@ -190,8 +246,8 @@ def test_an_invalid_config_is_refused(tmp_path, capsys, content, message):
 def test_the_configs_fit_the_suites():
     for file in runner.CONFIGS.glob("*.json"):
         _, found = runner.read_config(file.stem)
-        whole, one = file.stem in ("quick", "full"), "published" if file.stem.startswith("published") else "decode"
-        assert set(found) == (set(SUITES) if whole else {one})
+        whole, own = file.stem in ("quick", "full"), [name for name in SUITES if file.stem.startswith(name)]
+        assert list(found) == (list(SUITES) if whole else own or ["decode"])
         for suite in found:
             runner.settings_of(suite, found)
     full = runner.read_config("full")[1]["quality"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..bench import Bench
 from ..checks import Check
-from . import decode, overhead, published_report, published_tables, quality
+from . import decode, overhead, passes, published_report, published_tables, quality
 
 
 @dataclass(frozen=True)
@@ -35,4 +35,5 @@ SUITES = {
     ),
     "quality": Suite(quality.Settings, quality.run, quality.tables, quality.checks),
     "overhead": Suite(overhead.Settings, overhead.run, overhead.tables, overhead.checks),
+    "passes": Suite(passes.Settings, passes.run, passes.tables, passes.checks),
 }
