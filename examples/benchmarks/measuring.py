@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from tide_hf.evaluation.benchmark import Result, synchronize
+from tide_hf.weights.layouts import StoredWeight
+from tide_hf.weights.linear_gate import KERNEL_LAYOUTS, LinearGate, linears_in
 
 
 def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int, device: torch.device) -> dict[str, list[float]]:
@@ -24,6 +26,40 @@ def interleaved(calls: Mapping[str, Callable[[], Any]], repeats: int, device: to
             if turn:
                 seconds[name].append(perf_counter() - start)
     return seconds
+
+
+class MemoryReads:
+    """Reads of a buffer far larger than the caches, on the threads that run the passes.
+
+    Attributes:
+        seconds: Of each, so far.
+    """
+
+    def __init__(self, megabytes: int, device: torch.device) -> None:
+        self.buffer, self.seconds = torch.ones(megabytes * 10**6 // 4, device=device), list[float]()
+
+    def read(self) -> None:
+        """Read it all, by a sum."""
+        start = perf_counter()
+        self.buffer.sum().item()
+        self.seconds.append(perf_counter() - start)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {"bytes": self.buffer.nbytes, "seconds": self.seconds}
+
+
+def bytes_read(model: Any) -> int:
+    """Bytes of the weights of an attached model's linear layers, as a pass over one token reads them."""
+    structure, total = model._tide.structure, 0
+    for linear in linears_in(*structure.layers, structure.head):
+        gate = linear.__dict__.get("forward")
+        stored = gate.prepare(1, KERNEL_LAYOUTS) if isinstance(gate, LinearGate) else None
+        if isinstance(stored, StoredWeight):
+            total += stored.values.nbytes + stored.scales.nbytes
+        else:
+            total += getattr(gate, "num_bytes", 0) or linear.weight.nbytes
+    return total
 
 
 def records_of(results: Iterable[Result]) -> list[dict[str, Any]]:

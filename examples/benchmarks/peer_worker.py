@@ -1,8 +1,9 @@
 """Another engine as a process: `python peer_worker.py ENGINE MODEL WEIGHTS THREADS [MORE]`, in its own environment.
 
 MORE is what the engine drafts or is calibrated with; its function below says what that is. The first line on standard
-output is a JSON object of versions. Then the process reads a line `[token ids, new tokens]` at a time and answers with
-a line of new token ids. No K/V are kept from one prompt to the next, since a benchmark repeats them.
+output is JSON: versions, and the bytes of weights that a token reads, if they are known. Then the process reads a line
+`[token ids, new tokens]` at a time and answers with a line of new token ids. No K/V are kept from one prompt to the
+next, since a benchmark repeats them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from pathlib import Path
 from typing import Any
 
 Answer = Callable[[list[int], int], list[int]]
+Engine = tuple[Answer, int | None]  # and the bytes of weights that a token reads, as the engine's file stores them
 LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3  # of a draft, and of what is looked up; OpenVINO's samples and economize have these
 HEAD_TOKENS = 3  # of a draft: economize's default
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 SEED = 0
+CONTEXT = 4096  # tokens of a prompt and its answer, of llama.cpp
 
 
-def openvino(model: str, weights: str, threads: int, drafts: str | None = None) -> Answer:
+def openvino(model: str, weights: str, threads: int, drafts: str | None = None) -> Engine:
     """OpenVINO GenAI, computing in float32, on a model that optimum-intel exports.
 
     It drafts by prompt lookup ("lookup"), or with a head from a folder in the format of `speculators`, or not at all.
@@ -58,7 +61,7 @@ def openvino(model: str, weights: str, threads: int, drafts: str | None = None) 
         config.max_new_tokens = new_tokens
         return list(pipeline.generate(Tensor(numpy.array([ids])), config).tokens[0])
 
-    return answer
+    return answer, None
 
 
 def _export(model: Path, folder: Path, weights: str, *more: str) -> None:
@@ -104,7 +107,7 @@ def write_eagle3(head: Path, model: Path, folder: Path) -> list[int]:
     return config[LAYERS]
 
 
-def vllm(model: str, weights: str, threads: int) -> Answer:
+def vllm(model: str, weights: str, threads: int) -> Engine:
     """VLLM on the CPU, in this process."""
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
@@ -118,10 +121,10 @@ def vllm(model: str, weights: str, threads: int) -> Answer:
         (output,) = engine.generate([TokensPrompt(prompt_token_ids=ids)], sampling, use_tqdm=False)
         return list(output.outputs[0].token_ids)
 
-    return answer
+    return answer, None
 
 
-def economize(model: str, weights: str, threads: int, head: str | None = None) -> Answer:
+def economize(model: str, weights: str, threads: int, head: str | None = None) -> Engine:
     """Economize by its own loop: prompt lookup, or a draft head from a folder in the format of `speculators`."""
     import torch  # noqa: PLC0415
     from economize import DecodeConfig, apply, load  # noqa: PLC0415
@@ -135,10 +138,10 @@ def economize(model: str, weights: str, threads: int, head: str | None = None) -
     def answer(ids: list[int], new_tokens: int) -> list[int]:
         return drafting.decode(torch.tensor(ids), new_tokens, decoding=config, stop=stop).tokens.tolist()
 
-    return answer
+    return answer, None
 
 
-def tide_inference(model: str, weights: str, threads: int, texts: str) -> Answer:
+def tide_inference(model: str, weights: str, threads: int, texts: str) -> Engine:
     """The published TIDE at its default threshold, calibrated by its own code on the texts of a JSON file."""
     import torch  # noqa: PLC0415
     from TIDE import TIDE, TIDEConfig  # noqa: PLC0415
@@ -152,7 +155,136 @@ def tide_inference(model: str, weights: str, threads: int, texts: str) -> Answer
         output = engine.generate(torch.tensor([ids]), max_new_tokens=new_tokens, temperature=0)
         return output[0, len(ids) :].tolist()
 
-    return answer
+    return answer, None
+
+
+def llama_cpp(model: str, weights: str, threads: int, file: str | None = None) -> Engine:
+    """llama.cpp, on weights that it rounds to "BF16" or quantises to "Q8_0", or on a GGUF file as it is."""
+    import llama_cpp as own  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = file or str(Path(folder) / "model.gguf")
+        if file is None:
+            write_gguf(Path(model), path)
+        if weights == "Q8_0":
+            options = own.llama_model_quantize_default_params()
+            options.ftype, options.nthread = own.LLAMA_FTYPE_MOSTLY_Q8_0, threads
+            rounded, path = path, f"{path}.q8"
+            if own.llama_model_quantize(rounded.encode(), path.encode(), options):
+                sys.exit(1)
+        size, loaded = gguf_bytes(path), own.llama_model_load_from_file(path.encode(), own.llama_model_default_params())
+    settings = own.llama_context_default_params()
+    settings.n_ctx = settings.n_batch = CONTEXT
+    settings.n_threads = settings.n_threads_batch = threads
+    context, greedy = own.llama_init_from_model(loaded, settings), own.llama_sampler_init_greedy()
+    ends = _end_tokens(Path(model))
+
+    def answer(ids: list[int], new_tokens: int) -> list[int]:
+        own.llama_memory_clear(own.llama_get_memory(context), False)
+        found: list[int] = []
+        while len(found) < new_tokens and not ends.intersection(found[-1:]):
+            read = found[-1:] or ids
+            array = (own.llama_token * len(read))(*read)  # which a batch points to
+            if own.llama_decode(context, own.llama_batch_get_one(array, len(array))):
+                raise RuntimeError("llama.cpp cannot decode this prompt")
+            found.append(own.llama_sampler_sample(greedy, context, -1))
+        return found
+
+    return answer, size
+
+
+def write_gguf(model: Path, file: str) -> None:
+    """Write a model of Llama's or Qwen2's kind as a GGUF file in bfloat16, without a vocabulary: it gets token ids."""
+    import gguf  # noqa: PLC0415
+    from safetensors.numpy import load_file  # noqa: PLC0415
+
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    kind, rope = config["model_type"], config["rope_parameters"]
+    if kind not in ("llama", "qwen2") or rope["rope_type"] != "default":
+        sys.exit(f"no GGUF file is written of {kind} with {rope['rope_type']} positions")
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    kv_heads, size = config.get("num_key_value_heads", heads), config.get("head_dim") or config["hidden_size"] // heads
+    writer = gguf.GGUFWriter(file, kind)
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_block_count(layers)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(size)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], layers)
+    for tensors in map(load_file, model.glob("*.safetensors")):
+        for name, tensor in tensors.items():
+            if kind == "llama" and (".q_proj." in name or ".k_proj." in name):  # whose two halves it interleaves
+                own_heads = heads if ".q_proj." in name else kv_heads
+                tensor = tensor.reshape(own_heads, 2, size // 2, -1).swapaxes(1, 2).reshape(tensor.shape)  # noqa: PLW2901
+            dtype = gguf.GGMLQuantizationType.BF16 if tensor.ndim > 1 else gguf.GGMLQuantizationType.F32
+            own_name = names.get_name(name, (".weight", ".bias"))
+            writer.add_tensor(own_name, gguf.quants.quantize(tensor, dtype), raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_bytes(file: str) -> int:
+    """Bytes of the matrices of a GGUF file that every token reads: the embedding only where it is the head as well."""
+    import gguf  # noqa: PLC0415
+
+    sizes = {one.name: one.n_bytes for one in gguf.GGUFReader(file).tensors if len(one.shape) > 1}
+    if "output.weight" in sizes:
+        del sizes["token_embd.weight"]
+    return int(sum(sizes.values()))
+
+
+def _end_tokens(model: Path) -> set[int]:
+    """The tokens that end an answer, by the model's generation config."""
+    ends = json.loads((model / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}
+
+
+def onnxruntime_genai(model: str, weights: str, threads: int) -> Engine:
+    """ONNX Runtime GenAI, on weights in float32, or in int8 or int4 as its own builder quantises them."""
+    import onnxruntime_genai as own  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / "model"
+        line = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", model, "-o", built, "-e", "cpu"]
+        line += ["-p", "fp32" if weights == "float32" else weights, "-c", Path(folder) / "cache"]
+        line += ["--extra_options", "prune_lm_head=true"]  # of a prompt's logits it needs the last alone
+        if subprocess.run(line, check=False, stdout=sys.stderr).returncode:
+            sys.exit(1)  # what it has written last is the reason
+        settings = json.loads((built / "genai_config.json").read_text(encoding="utf-8"))
+        settings["model"]["decoder"]["session_options"]["intra_op_num_threads"] = threads
+        (built / "genai_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        size, loaded = onnx_bytes(built / "model.onnx"), own.Model(str(built))
+
+    def answer(ids: list[int], new_tokens: int) -> list[int]:
+        options = own.GeneratorParams(loaded)
+        options.set_search_options(do_sample=False, max_length=len(ids) + new_tokens)
+        generator = own.Generator(loaded, options)
+        generator.append_tokens(ids)
+        while not generator.is_done():
+            generator.generate_next_token()
+        return [int(token) for token in generator.get_sequence(0)[len(ids) :]]
+
+    return answer, size
+
+
+def onnx_bytes(file: Path) -> int:
+    """Bytes of the weights of an ONNX file's products; those of the embedding are looked up."""
+    import onnx  # noqa: PLC0415
+
+    graph = onnx.load(file, load_external_data=False).graph
+    read = {name for node in graph.node if node.op_type.startswith("MatMul") for name in node.input}
+    weights = [one for one in graph.initializer if one.name in read]
+    return sum(int(entry.value) for one in weights for entry in one.external_data if entry.key == "length")
 
 
 def calibrate_published(model: Any, tokenizer: Any, texts: list[str], folder: str | Path) -> Path:
@@ -189,6 +321,8 @@ ENGINES = {
     "openvino": (openvino, "openvino-genai"),
     "vllm": (vllm, "vllm-cpu"),
     "economize": (economize, "economize"),
+    "llama-cpp": (llama_cpp, "llama-cpp-python"),
+    "onnxruntime-genai": (onnxruntime_genai, "onnxruntime-genai"),
     "tide-inference": (tide_inference, "tide-inference"),
 }
 
@@ -199,8 +333,8 @@ def main() -> None:
     channel = os.fdopen(os.dup(1), "w")  # engines print; what they print goes to standard error
     os.dup2(2, 1)
     start, package = ENGINES[name]
-    answer = start(model, weights, int(threads), *more)
-    print(json.dumps({package: metadata.version(package)}), file=channel, flush=True)
+    answer, size = start(model, weights, int(threads), *more)
+    print(json.dumps([{package: metadata.version(package)}, size]), file=channel, flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(*json.loads(line))), file=channel, flush=True)
 

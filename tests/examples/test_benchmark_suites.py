@@ -9,7 +9,7 @@ from hub_repositories import edit_config
 from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import __main__ as command
-from examples.benchmarks import adapters, disagreement, items, published, questions, runner
+from examples.benchmarks import adapters, disagreement, items, measuring, published, questions, runner
 from examples.benchmarks.bench import Bench
 from examples.benchmarks.random_models import random_llama, random_routers
 from examples.benchmarks.suites import SUITES, decode, passes, quality
@@ -72,6 +72,36 @@ def test_decode_compares_the_methods_that_can_run_and_names_the_others(run, monk
     assert "| generate | 1.00 | 1.00 |" in tables["first_token"]
     assert all(check.passed for check in SUITES["decode"].checks(record))
     assert record.keys() >= {"cpu", "commit", "dtype", "torch_threads", "versions", "prompts_sha256", "settings"}
+
+
+def test_decoding_stands_apart_from_the_prompts_and_beside_the_memory(run, one_thread):
+    settings = {"ways": ["generate", "eager_plain", "compiled_plain"], "slow_ways": ["assistant_early_exit"]}
+    settings |= {"categories": ["chat", "maths"], "prompts": 2, "repeats": 1, "max_new_tokens": 5, "batches": []}
+    settings |= {"first_token": False, "sampling_repeats": 0, "decode_apart": True, "read_mb": 1}
+    record = run("decode", settings=settings)
+    apart, names = record["apart"], ["generate", "no drafts", "no drafts, compiled"]
+    assert (apart["num_layers"], apart["memory"]["bytes"], len(apart["memory"]["seconds"])) == (4, 10**6, 4)
+    assert list(apart["bytes"]) == names
+    assert (apart["bytes"]["generate"], apart["bytes"]["no drafts"] > 0) == (None, True)
+    for results in record["categories"].values():
+        assert all(prompt["first_token_s"] > 0 for one in results[:3] for prompt in one["prompts"])
+        assert "first_token_s" not in results[3]["prompts"][0]
+    table = SUITES["decode"].tables(record)["decode_apart"].splitlines()
+    assert [line.split(" | ")[0] for line in table[2:]] == [f"| {name}" for name in (*names, "reading the memory")]
+
+
+def test_a_token_reads_its_part_of_the_bytes_of_a_pass():
+    prompts = [{"seconds": [1.0, 2.0, 9.0], "num_new_tokens": 11, "first_token_s": 1.0, "equal": True}] * 2
+    ours = {"name": "ours", "prompts": prompts, "layers_per_token": 4 * (1 + 5) / 11}  # a prompt, five passes
+    peer = {"name": "peer", "prompts": prompts, "layers_per_token": None}
+    apart = {"bytes": {"ours": 3 * 10**8, "peer": None}, "num_layers": 4}
+    apart["memory"] = {"bytes": 10**9, "seconds": [0.1, 0.2, 0.3]}
+    table = decode.apart_table({"categories": {"chat": [ours, peer]}, "apart": apart}).splitlines()
+    assert table[2:] == [
+        "| ours | 5.5 | 10.0 | 1000 | 150 | 1.5 | 0.30 | 2/2 |",
+        "| peer | 5.5 | 10.0 | 1000 | - | - | - | 2/2 |",
+        "| reading the memory | - | - | - | - | 5.0 | 1.00 | - |",
+    ]
 
 
 def test_decode_samples_at_the_temperature_of_the_config(run, monkeypatch, one_thread):
@@ -162,11 +192,11 @@ def test_a_pass_reads_the_weights_of_its_linear_layers_in_the_bits_that_they_are
     model = tiny_llama()
     linears = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
     plain = sum(weight.nbytes for weight in linears)
-    assert passes.bytes_read(passes.attached(Bench(model, None, None), "eager")) == plain
+    assert measuring.bytes_read(passes.attached(Bench(model, None, None), "eager")) == plain
     for weight in linears:
         weight.data = weight.bfloat16().float()
     ours = passes.attached(Bench(model, None, None), "eager")
-    read = passes.bytes_read(ours)
+    read = measuring.bytes_read(ours)
     halves = [one for one in ours._tide.weights.gates() if HalfWeight in one.converted]
     assert read == plain - sum(one.num_bytes for one in halves) // 2
 

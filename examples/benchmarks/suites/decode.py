@@ -2,27 +2,30 @@
 
 All methods share weights, prompts, dtype, threads and process; their runs are interleaved prompt by prompt; tokens
 are compared in the runs that are timed. Parts: one prompt at a time by category, batches, time to the first token, and
-sampling at temperature 1.5, where nothing can be drafted and only the overhead shows.
+sampling at temperature 1.5, where nothing can be drafted and only the overhead shows. Decoding stands apart from the
+prompt where each prompt is answered with one token as well; the memory is then read in turn with the prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
+from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import ConfigurationError
-from tide_hf.evaluation.benchmark import DecodingMethod, compare
+from tide_hf.evaluation.benchmark import DecodingMethod, Result, compare
 
 from ..adapters import PEER_NAMES, WAYS, make_methods
 from ..bench import Bench
 from ..checks import Check, checks_of_results
 from ..common import markdown, precision, read_prompts
-from ..measuring import in_words, records_of, result_speedups
+from ..measuring import MemoryReads, bytes_read, in_words, records_of, result_speedups
+from ..peers import PeerModel
 
 SUMMARY = {
     "generate": "plain `generate`",
@@ -37,6 +40,13 @@ SUMMARY = {
     "OpenVINO GenAI, prompt lookup, float32": "OpenVINO GenAI, prompt lookup",
     "OpenVINO GenAI, our draft head, float32": "OpenVINO GenAI with our draft head",
     "OpenVINO GenAI, int8": "OpenVINO GenAI, its own int8 weights",
+    "ONNX Runtime GenAI, float32": "ONNX Runtime GenAI",
+    "ONNX Runtime GenAI, int8": "ONNX Runtime GenAI, its own int8 weights",
+    "ONNX Runtime GenAI, int4": "ONNX Runtime GenAI, its own int4 weights",
+    "llama.cpp, BF16": "llama.cpp, BF16",
+    "llama.cpp, Q8_0": "llama.cpp, Q8_0",
+    "llama.cpp, the 4-bit file": "llama.cpp, the 4-bit file that the weights come from",
+    "no drafts": "with tide_hf, no drafts: the engine alone",
     "self_speculative, no kernels": "with tide_hf, without a C++ compiler",
     "self_speculative": "with tide_hf",
     "self_speculative, warmed up": "with tide_hf, after `model.tide_warm_up()`",  # in results of earlier versions
@@ -60,6 +70,8 @@ class Settings:
         categories: Of prompts; empty for all.
         batches: Sizes of the batches, one batch of each.
         first_token: Whether to time the first token.
+        decode_apart: Whether to time it behind each prompt of each category, and to read the memory in turn.
+        read_mb: Size of the buffer that is read then.
         prompt_lengths: Tokens of longer prompts, behind which it is timed as well.
         temperature: Of all parts; 0 is greedy. Single answers have the draws of plain `generate`, batches have not.
         sampling_repeats: Runs at temperature 1.5, times `repeats`; 0 for none.
@@ -75,6 +87,8 @@ class Settings:
     categories: Sequence[str] = ()
     batches: Sequence[int] = (8,)
     first_token: bool = True
+    decode_apart: bool = False
+    read_mb: int = 512
     prompt_lengths: Sequence[int] = ()
     temperature: float = 0.0
     sampling_repeats: int = 3  # a few percent are looked for
@@ -103,7 +117,10 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
             {name: sampling(one, settings.temperature) for name, one in ways.items()} for ways in (made, slow)
         )
     record: dict[str, Any] = {"left_out": left_out | slow_left_out}
-    record["categories"] = by_category(list(made.values()), list(slow.values()), bench, settings)
+    record["categories"], memory = by_category(list(made.values()), list(slow.values()), bench, settings)
+    if settings.decode_apart:
+        bytes_read = {method.name: bytes_of(method.model) for method in made.values()}
+        record["apart"] = {"bytes": bytes_read, "num_layers": bench.num_layers, "memory": memory}
     record["batches"] = {}
     for size in settings.batches:
         together = [method for name, method in made.items() if WAYS[name].batches]
@@ -126,18 +143,33 @@ def sampling(method: DecodingMethod, temperature: float, **more: Any) -> Decodin
     return replace(method, options=method.options | {"do_sample": True, "temperature": temperature, **more})
 
 
-def by_category(methods: list[DecodingMethod], slow: list[DecodingMethod], bench: Bench, settings: Settings) -> dict:
-    """One prompt at a time."""
-    prompts = bench.prompts(settings.prompts)
-    categories = {}
+def by_category(
+    methods: list[DecodingMethod], slow: list[DecodingMethod], bench: Bench, settings: Settings
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One prompt at a time; and what was found of the memory in between."""
+    prompts, categories = bench.prompts(settings.prompts), {}
+    memory = MemoryReads(settings.read_mb, bench.model.device) if settings.decode_apart else None
     for category in track(settings.categories or list(prompts), description="Measuring", console=Console(stderr=True)):
         inputs = prompts[category]
+        if memory is not None:
+            memory.read()
         results = compare(methods, inputs, max_new_tokens=settings.max_new_tokens, repeats=settings.repeats)
         if slow:
             one = compare([methods[0], *slow], inputs[:1], max_new_tokens=settings.max_new_tokens, repeats=1)
             results += one[1:]
         categories[category] = records_of(results)
-    return categories
+        if memory is not None:
+            memory.read()
+            firsts = compare(methods, inputs, max_new_tokens=1, repeats=settings.repeats)
+            add_first_tokens(categories[category], firsts)
+    return categories, memory.to_dict() if memory is not None else {}
+
+
+def add_first_tokens(records: list[dict[str, Any]], firsts: list[Result]) -> None:
+    """Add to each prompt's record the median seconds of its first token."""
+    for record, first in zip(records, firsts, strict=False):  # slow ways are behind those that have one
+        for prompt, one in zip(record["prompts"], first.prompts, strict=True):
+            prompt["first_token_s"] = median(run.seconds for run in one.runs)
 
 
 def in_a_batch(methods: list[DecodingMethod], tokenizer: Any, size: int, settings: Settings) -> list[dict[str, Any]]:
@@ -209,6 +241,52 @@ def summary_table(record: dict[str, Any]) -> str:
     threads = f"{record['torch_threads']} CPU threads" if record["device"] == "cpu" else record["device"]
     model = record["model"].rpartition("/")[2]
     return markdown([f"{model}, {precision(record)}, {threads}", "speed", "answers equal"], rows)
+
+
+def bytes_of(model: Any) -> int | None:
+    """Bytes of weights that a token without drafts reads; `None` if nobody knows."""
+    if isinstance(model, PeerModel):
+        return model.bytes_read
+    return bytes_read(model) if isinstance(model, TIDEModelForCausalLM) else None
+
+
+def apart_table(record: dict[str, Any]) -> str:
+    """Whole calls and decoding alone, in tokens/s, with the bytes of weights that a token reads and the memory's share.
+
+    A pass over drafts gives several tokens, and each has read a part of its bytes. What draft heads read is left out.
+    """
+    apart, rows = record["apart"], []
+    memory = apart["memory"]["bytes"] / median(apart["memory"]["seconds"])
+    for name in dict.fromkeys(one["name"] for results in record["categories"].values() for one in results):
+        found = [one for results in record["categories"].values() for one in results if one["name"] == name]
+        prompts = [prompt for one in found for prompt in one["prompts"]]
+        if not all("first_token_s" in prompt for prompt in prompts):
+            continue
+        tokens, seconds = sum(one["num_new_tokens"] for one in prompts), sum(median(one["seconds"]) for one in prompts)
+        firsts = [prompt["first_token_s"] for prompt in prompts]
+        rate = (tokens - len(prompts)) / (seconds - sum(firsts))
+        cells = [f"{tokens / seconds:.1f}", f"{rate:.1f}", f"{1000 * mean(firsts):.0f}"]
+        read = apart["bytes"].get(name)
+        if read is not None:
+            read *= _passes_per_token(found, apart["num_layers"])
+            cells += [f"{read / 1e6:.0f}", f"{read * rate / 1e9:.1f}", f"{read * rate / memory:.2f}"]
+        equal = f"{sum(prompt['equal'] for prompt in prompts)}/{len(prompts)}"
+        rows.append([name, *cells, *["-"] * (6 - len(cells)), equal])
+    rows.append(["reading the memory", "-", "-", "-", "-", f"{memory / 1e9:.1f}", "1.00", "-"])
+    headings = ["", "whole call, tokens/s", "decoding, tokens/s", "first token, ms", "MB a token", "GB/s"]
+    return markdown([*headings, "of the read speed", "equal"], rows)
+
+
+def _passes_per_token(results: list[dict[str, Any]], num_layers: int) -> float:
+    """Full passes for each token behind the first, over results of one way; 1 for what executes no counted layers."""
+    prompts = [prompt for one in results for prompt in one["prompts"]]
+    if any(one["layers_per_token"] is None for one in results):
+        return 1.0
+    tokens = sum(prompt["num_new_tokens"] for prompt in prompts)
+    layers = sum(
+        one["layers_per_token"] * sum(prompt["num_new_tokens"] for prompt in one["prompts"]) for one in results
+    )
+    return (layers / num_layers - len(prompts)) / (tokens - len(prompts))
 
 
 def _names(parts: dict[str, list[dict[str, Any]]], lossless: bool, peers: bool = False) -> list[str]:
@@ -285,6 +363,7 @@ def tables(record: dict[str, Any]) -> dict[str, str]:
     """All tables by name."""
     found = {"summary": summary_table(record), "speed": table(record)}
     found |= {"first_token": first_token_table(record)} if "prompt_lengths" in record else {}
+    found |= {"decode_apart": apart_table(record)} if "apart" in record else {}
     return found | {"spread": spread_table(record), "approximate": approximate_table(record)}
 
 

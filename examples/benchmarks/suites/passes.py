@@ -14,8 +14,6 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.choices import EAGER, ENGINES
 from tide_hf.common.errors import ConfigurationError
@@ -25,13 +23,11 @@ from tide_hf.speculation.acceptance import ExactAcceptance
 from tide_hf.speculation.drafts import Accepted, Draft
 from tide_hf.speculation.protocols import Pass
 from tide_hf.speculation.rows import Row
-from tide_hf.weights.layouts import StoredWeight
-from tide_hf.weights.linear_gate import KERNEL_LAYOUTS, LinearGate, linears_in
 
 from ..bench import Bench
 from ..checks import FULL_PRECISION, Check
 from ..common import ScriptedDrafts, markdown
-from ..measuring import in_words, median_ms, paired_speedups
+from ..measuring import MemoryReads, bytes_read, in_words, median_ms, paired_speedups
 
 MEMORY = "memory"
 # Whatever a model's own generation config says; penalties are no part of a pass.
@@ -75,7 +71,7 @@ class Settings:
 class TimedPasses(ScriptedDrafts):
     """The drafts of one call, which are wrong, and the seconds of its passes by width."""
 
-    def __init__(self, answer: list[int], settings: Settings, memory: torch.Tensor) -> None:
+    def __init__(self, answer: list[int], settings: Settings, memory: MemoryReads) -> None:
         super().__init__(answer, share=0.0, length=0)
         self.memory = memory
         self.plan = [width for _ in range(settings.turns) for width in (0, *settings.widths)]  # 0: reads memory before
@@ -86,9 +82,8 @@ class TimedPasses(ScriptedDrafts):
         """Drafts for the next width; the clock of its pass starts."""
         self.width = self.plan.pop(0) if self.plan else 0
         if self.plan and not self.width:
-            start = perf_counter()
-            self.memory.sum().item()  # on the threads that run the passes
-            self.seconds[MEMORY].append(perf_counter() - start)
+            self.memory.read()
+            self.seconds[MEMORY].append(self.memory.seconds[-1])
         self.length = max(0, self.width - 1)
         drafts = super().draft(rows, limits)
         self.start = perf_counter()
@@ -121,7 +116,7 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
     call = {name: tensor.to(device) for name, tensor in prompt.items()} | GREEDY
     call |= {"max_new_tokens": settings.new_tokens}
     answer = bench.model.generate(**call)[0, -settings.new_tokens :].tolist()
-    memory = torch.ones(settings.read_mb * 10**6 // 4, device=device)
+    memory = MemoryReads(settings.read_mb, device)
     models = {name: attached(bench, name) for name in ENGINES}
     found: dict[str, Any] = {name: {"equal": True, "seconds": defaultdict(list)} for name in models}
     for turn in range(1 + settings.repeats):
@@ -133,7 +128,7 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
                 found[name]["seconds"][key] += seconds
     for name, model in models.items():
         found[name]["bytes"] = bytes_read(model)
-    return {"engines": found, "memory_bytes": memory.nbytes}
+    return {"engines": found, "memory_bytes": memory.buffer.nbytes}
 
 
 def attached(bench: Bench, engine: str) -> Any:
@@ -148,19 +143,6 @@ def timed_call(model: Any, passes: TimedPasses, call: dict[str, Any]) -> list[in
     model._tide.make_rule = lambda *args: TimedRule(passes, *args)
     own = {"custom_generate": type(model)._sample, "make_drafter": lambda *_: passes}  # so `generate` hands it on
     return model.generate(**call, **own)[0].tolist()
-
-
-def bytes_read(model: Any) -> int:
-    """Bytes of the weights of the model's linear layers, as a pass over one token reads them."""
-    structure, total = model._tide.structure, 0
-    for linear in linears_in(*structure.layers, structure.head):
-        gate = linear.__dict__.get("forward")
-        stored = gate.prepare(1, KERNEL_LAYOUTS) if isinstance(gate, LinearGate) else None
-        if isinstance(stored, StoredWeight):
-            total += stored.values.nbytes + stored.scales.nbytes
-        else:
-            total += getattr(gate, "num_bytes", 0) or linear.weight.nbytes
-    return total
 
 
 def tables(record: dict[str, Any]) -> dict[str, str]:
