@@ -43,6 +43,7 @@ from tide_hf.common.files import cache_folder  # noqa: E402
 from tide_hf.kernels.cpu import cpp_kernels as kernels  # noqa: E402
 from tide_hf.kernels.cpu.cpp_kernels import load_op  # noqa: E402
 from tide_hf.kernels.fetch import KERNELS_REPO  # noqa: E402
+from tide_hf.weights.fused_layers import FusedLayers  # noqa: E402
 from tide_hf.weights.layouts import _fastest_layout  # noqa: E402
 
 
@@ -114,6 +115,12 @@ def on_some_cpu(request, fresh_kernels, monkeypatch):
     kernels.stage_module().cpu_level.cache_clear()
     yield
     kernels.stage_module().cpu_level.cache_clear()
+
+
+@pytest.fixture
+def no_fused_layers(monkeypatch):
+    """No call of a kernel runs whole layers, whatever was measured on this machine."""
+    monkeypatch.setattr(FusedLayers, "_with_limits", lambda _: {})
 
 
 @pytest.fixture(scope="session")

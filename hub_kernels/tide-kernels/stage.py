@@ -40,9 +40,9 @@ CUDA_SOURCES = (
 CUDA_HEADERS = ("torch-ext/torch_binding.h", "tide_kernels_cuda/common.cuh")
 CPU_SOURCES = (
     *("skinny_gemm", "groupwise_gemm", "decode_attention", "prefill_attention"),
-    *("qkv_rope", "attention_mlp"),
+    "decoder_layers",
 )
-CPU_HEADERS = ("arguments.h", "vectorized.h", "rms_norm.h", "int4_weight.h")
+CPU_HEADERS = ("arguments.h", "vectorized.h", "rms_norm.h", "attend.h", "int4_weight.h", "panels.h")
 VALUES = ("float", "c10::BFloat16", "c10::Half")
 CPU_FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),

@@ -69,7 +69,10 @@ def test_stored_weights_follow_writes_that_pytorch_does_not_count(monkeypatch, l
     monkeypatch.setattr(linear_gate, "fastest_layout", lambda *_: layout)
 
     def product(state, stored, bias, _scales):
-        return torch.nn.functional.linear(state, torch.cat(stored).to(state.dtype), bias)
+        weights = [
+            one.transpose(1, 2).reshape(16 * len(one), -1) if one.dim() == 4 else one for one in stored
+        ]  # panels
+        return torch.nn.functional.linear(state, torch.cat(weights).to(state.dtype), bias)
 
     monkeypatch.setattr(weight_layouts, "load_op", lambda *_: product)
     model, other = (tiny_model("llama").bfloat16().float() for _ in range(2))

@@ -22,6 +22,8 @@ from tide_hf.weights import layouts as weight_layouts
 from tide_hf.weights.layouts import PrepackedWeight
 from tide_hf.weights.lossless import HalfWeight
 
+pytestmark = pytest.mark.usefixtures("no_fused_layers")
+
 FAMILIES = ("llama", "gpt2", "falcon", "gemma2")
 LENGTHS = (MIN_QUERIES - 1, MIN_QUERIES, MIN_QUERIES + 20, MIN_QUERIES - 2, 5)  # which attention tells apart
 ONE = {**OPTIONS, "max_new_tokens": 1}  # what prefill gives

@@ -94,6 +94,7 @@ def test_layers_with_other_constants_or_shapes_share_no_graph(tiny_llama):
     assert steps.refused is None
 
 
+@pytest.mark.usefixtures("no_fused_layers")
 @pytest.mark.parametrize("family", ["llama", pytest.param("falcon", marks=pytest.mark.slow)])
 def test_compiled_by_inductor(family):
     model = tiny_model(family, num_hidden_layers=2)

@@ -82,6 +82,7 @@ def test_calls_build_no_kernels_and_use_none_that_are_switched_off(tiny_llama, r
     assert PlainWeight not in converted(model)
 
 
+@pytest.mark.usefixtures("no_fused_layers")
 @pytest.mark.parametrize(
     ("rows", "length", "is_compiled", "use_kernels", "attends", "may_use_kernel"),
     [

@@ -12,7 +12,6 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines.steps.fused_linears import LINEAR, call_kernels, fuse_linears
 from tide_hf.kernels.cpu.cpp_kernels import load_op
 from tide_hf.weights import linear_gate
-from tide_hf.weights.fused_layers import FusedLayers
 from tide_hf.weights.layouts import (
     MAX_QUANTIZED_ROWS,
     WEIGHT_LAYOUTS,
@@ -27,10 +26,9 @@ ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one pro
 
 
 @pytest.fixture(autouse=True)
-def _prepacked_weights_are_fastest(monkeypatch):
-    """On any machine, and no layer runs as two kernels."""
+def _prepacked_weights_are_fastest(monkeypatch, no_fused_layers):
+    """On any machine."""
     set_fastest_layouts(monkeypatch)
-    monkeypatch.setattr(FusedLayers, "for_tokens", lambda *_: {})
 
 
 @pytest.mark.parametrize("family", slow_but(("gpt2", "opt", "gemma2"), ATTENTION))

@@ -23,23 +23,21 @@ def variant(shared_kernels):
     return shared_kernels(torch.float32)
 
 
-QKV = torch.randn(16, 6), torch.randn(8, 6), torch.randn(8, 6)
-REST = torch.randn(6, 16), torch.randn(7, 6), torch.randn(7, 6), torch.randn(6, 7)
+WEIGHTS = [torch.randn(*sizes) for sizes in ((16, 6), (8, 6), (8, 6), (6, 16), (7, 6), (7, 6), (6, 7))]
+NO_SCALES = [torch.empty(0)] * 7
 
 
 def samples():
     rows, heads, states = torch.randn(3, 5), torch.randn(1, 2, 4, 8), torch.randn(1, 4, 6)
     cos, sin, mask = *torch.randn(2, 1, 4, 8), torch.ones(1, 1, 4, 5, dtype=torch.bool)
     cache = torch.randn(1, 1, 5, 8)
-    first, last = (torch.ones(6), 1e-5, list(QKV), [], [], [], 0.0), (torch.ones(6), 1e-5, list(REST), None, [])
+    layer = [cache], [cache.clone()], WEIGHTS, NO_SCALES, [torch.ones(6)] * 2, [], []
     return {
         "skinny_gemm": (rows, [torch.randn(7, 5), torch.randn(2, 5)], torch.randn(9), []),
         "groupwise_gemm": (rows, torch.ones(7, 1, 64, dtype=torch.uint8), torch.ones(7, 1), None),
         "decode_attention": (heads, heads, heads, torch.zeros(1, 1, 4, 4), torch.tensor(3), 0.5),
         "prefill_attention": (heads, heads, heads, None, 0.5),
-        "qkv_rope": (states, *first, cos, sin),
-        "attention_mlp": (states, heads, heads, heads, None, None, 0.5, *last),
-        "decoder_layer": (states, cos, sin, mask, torch.tensor(5), cache, cache.clone(), *first, 0.5, *last),
+        "decoder_layers": (states, cos, sin, mask, torch.tensor(5), *layer, 1e-5, 1e-5, 0.0, 0.5),
     }
 
 
@@ -47,6 +45,9 @@ def samples():
 INTEGERS = {1: [torch.ones(7, 5, dtype=torch.int8), torch.ones(2, 5, dtype=torch.int8)]}
 GROUPS = {0: torch.randn(3, 48), 1: [torch.ones(7, 48, dtype=torch.int8)], 2: None}
 INT4 = {0: torch.randn(3, 64), 1: [torch.ones(64, 32, dtype=torch.uint8)], 2: None}
+
+
+PANELS = {0: torch.randn(3, 5), 1: [torch.ones(1, 5, 16, 1, dtype=torch.int8)], 2: None, 3: [torch.ones(16)]}
 
 
 @pytest.mark.parametrize("name", samples())
@@ -87,38 +88,38 @@ def test_opcheck(name):
         ("prefill_attention", {2: torch.randn(1, 1, 4, 8)}, "the value is of the wrong size"),
         ("prefill_attention", {3: torch.ones(1, 1, 4, 4)}, "the mask is not of dtype bool"),
         ("prefill_attention", {3: torch.ones(1, 1, 4, 3, dtype=torch.bool)}, "the mask is of the wrong size"),
-        ("qkv_rope", {0: torch.randn(4, 6)}, "the input is of the wrong size"),
-        ("qkv_rope", {1: torch.ones(5)}, "the norm is of the wrong size"),
-        ("qkv_rope", {3: [*QKV[:2], torch.randn(16, 6)]}, "the weight is of the wrong size"),
-        ("qkv_rope", {3: [*QKV[:2], QKV[2].double()]}, "not contiguous, or of another dtype"),
-        ("qkv_rope", {3: list(QKV[:2])}, "not three products"),
-        ("qkv_rope", {4: [torch.ones(16)]}, "not three products"),
-        ("qkv_rope", {4: [torch.ones(16), torch.ones(8), torch.ones(16)]}, "the bias is of the wrong size"),
-        ("qkv_rope", {6: [torch.ones(8)]}, "not two norms of heads"),
-        ("qkv_rope", {6: [torch.ones(8), torch.ones(7)]}, "the norm of the heads is of the wrong size"),
-        ("qkv_rope", {8: torch.randn(2, 4, 8)}, "the cosine is of the wrong size"),
-        ("qkv_rope", {9: torch.randn(1, 4, 6)}, "the sine is of the wrong size"),
-        ("qkv_rope", {8: torch.randn(1, 4, 7), 9: torch.randn(1, 4, 7)}, "heads of odd size"),
-        ("attention_mlp", {1: torch.randn(1, 2, 3, 8)}, "the query is of the wrong size"),
-        ("attention_mlp", {2: torch.randn(1, 2, 3, 8), 3: torch.randn(1, 2, 3, 8)}, "3 slots"),
-        ("attention_mlp", {2: torch.randn(1, 3, 4, 8), 3: torch.randn(1, 3, 4, 8)}, "2 heads share 3"),
-        ("attention_mlp", {3: torch.randn(1, 2, 5, 8)}, "the value is of the wrong size"),
-        ("attention_mlp", {4: torch.zeros(1, 1, 4, 5)}, "the mask is of the wrong size"),
-        ("attention_mlp", {4: torch.zeros(1, 1, 4, 4, dtype=torch.float64)}, "not contiguous, or of another dtype"),
-        ("attention_mlp", {5: torch.tensor(5)}, "5 slots"),
-        ("attention_mlp", {5: torch.tensor(4.0)}, "`end` is not one int64"),
-        ("attention_mlp", {9: list(REST[:3])}, "not four products"),
-        ("attention_mlp", {9: [*REST[:3], torch.randn(6, 8)]}, "the weight is of the wrong size"),
-        ("attention_mlp", {10: torch.ones(7)}, "bias of the wrong size"),
-        ("attention_mlp", {11: [torch.ones(6)]}, "scales for some of the weights"),
-        ("decoder_layer", {4: torch.tensor(6)}, "6 slots"),
-        ("decoder_layer", {4: torch.tensor(3)}, "3 slots"),
-        ("decoder_layer", {4: torch.tensor(5.0)}, "`end` is not one int64"),
-        ("decoder_layer", {5: torch.randn(1, 2, 5, 8)}, "the key cache is of the wrong size"),
-        ("decoder_layer", {5: torch.randn(2, 1, 5, 8)}, "the cache is of the wrong size"),
-        ("decoder_layer", {6: torch.randn(1, 1, 5, 7)}, "the cache is of the wrong size"),
-        ("decoder_layer", {6: torch.randn(1, 1, 5, 8).double()}, "not contiguous, or of another dtype"),
-        ("decoder_layer", {5: torch.randn(1, 1, 8, 5).transpose(2, 3)}, "not contiguous, or of another dtype"),
+        ("skinny_gemm", {**PANELS, 0: torch.randn(3, 6)}, "the weight is of the wrong size"),
+        ("skinny_gemm", {**PANELS, 1: [torch.ones(1, 5, 8, 1, dtype=torch.int8)]}, "panels of the wrong size"),
+        ("skinny_gemm", {**PANELS, 1: [torch.ones(1, 5, 16, 2, dtype=torch.int8)]}, "panels of the wrong size"),
+        ("skinny_gemm", {**PANELS, 3: []}, "panels of another dtype"),
+        ("skinny_gemm", {**PANELS, 3: [torch.ones(7)]}, "scales of the wrong size"),
+        ("skinny_gemm", {**PANELS, 3: [torch.ones(1, 1, 2, 8)]}, "scales of the wrong size"),
+        ("skinny_gemm", {**PANELS, 3: [torch.ones(1, 1, 2, 16)]}, "groups not of 16 weights at a time"),
+        ("skinny_gemm", {**PANELS, 1: [torch.ones(1, 5, 16, 1)], 3: []}, "panels of another dtype"),
+        ("decoder_layers", {0: torch.randn(4, 6)}, "the input is of the wrong size"),
+        ("decoder_layers", {1: torch.randn(2, 4, 8)}, "the cosine is of the wrong size"),
+        ("decoder_layers", {2: torch.randn(1, 4, 6)}, "the sine is of the wrong size"),
+        ("decoder_layers", {1: torch.randn(1, 4, 7), 2: torch.randn(1, 4, 7)}, "heads of odd size"),
+        ("decoder_layers", {3: torch.zeros(1, 1, 3, 5)}, "the mask is of the wrong size"),
+        ("decoder_layers", {3: torch.zeros(1, 1, 4, 4)}, "a mask for too few slots"),
+        ("decoder_layers", {3: torch.zeros(1, 1, 4, 5, dtype=torch.float64)}, "not contiguous, or of another dtype"),
+        ("decoder_layers", {4: torch.tensor(6)}, "6 slots"),
+        ("decoder_layers", {4: torch.tensor(3)}, "3 slots"),
+        ("decoder_layers", {4: torch.tensor(5.0)}, "`end` is not one int64"),
+        ("decoder_layers", {5: [torch.randn(1, 2, 5, 8)]}, "the weight is of the wrong size"),
+        ("decoder_layers", {5: [torch.randn(1, 3, 5, 8)]}, "2 heads share 3"),
+        ("decoder_layers", {5: [torch.randn(2, 1, 5, 8)]}, "the key cache is of the wrong size"),
+        ("decoder_layers", {6: [torch.randn(1, 1, 5, 7)]}, "the cache is of the wrong size"),
+        ("decoder_layers", {6: [torch.randn(1, 1, 5, 8).double()]}, "not contiguous, or of another dtype"),
+        ("decoder_layers", {5: [torch.randn(1, 1, 8, 5).transpose(2, 3)]}, "not contiguous, or of another dtype"),
+        *[("decoder_layers", {i: [torch.ones(6)]}, "lists of the wrong length") for i in range(7, 12)],
+        ("decoder_layers", {5: []}, "lists of the wrong length"),
+        ("decoder_layers", {7: [*WEIGHTS[:2], WEIGHTS[0], *WEIGHTS[3:]]}, "the weight is of the wrong size"),
+        ("decoder_layers", {7: [*WEIGHTS[:6], WEIGHTS[6].double()]}, "not contiguous, or of another dtype"),
+        ("decoder_layers", {8: [torch.ones(16), *NO_SCALES[1:]]}, "not contiguous, or of another dtype"),
+        ("decoder_layers", {9: [torch.ones(6), torch.ones(5)]}, "the norm or bias is of the wrong size"),
+        ("decoder_layers", {10: [torch.ones(16), torch.ones(8), torch.ones(16), torch.ones(6)]}, "the norm or bias"),
+        ("decoder_layers", {11: [torch.ones(8), torch.ones(7)]}, "the norm or bias is of the wrong size"),
     ],
 )
 def test_what_an_op_would_read_wrongly_is_refused(name, change, message):

@@ -12,11 +12,9 @@ from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
-from tide_hf.engines.steps.step_tensors import WIDTHS
 from tide_hf.kernels.cpu import cpp_kernels
 from tide_hf.kernels.cpu.cpp_kernels import build_kernels, load_op
-from tide_hf.weights.fused_layers import FusedLayer, Probe, fused_layer
-from tide_hf.weights.layouts import DECODE_ROWS
+from tide_hf.weights.fused_layers import MEASURED_WIDTHS, FusedStack, Probe, fused_layer
 
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3")
 OTHERS = ("gpt2", "opt", "phi3", "olmo2", "gemma2", "mixtral", "deepseek_v3", "cohere2")
@@ -26,29 +24,19 @@ OTHERS = ("gpt2", "opt", "phi3", "olmo2", "gemma2", "mixtral", "deepseek_v3", "c
 def _kernels_are_ready_and_faster(monkeypatch, fresh_kernels):
     """Whatever this machine is."""
     build_kernels(torch.float32)
-    monkeypatch.setattr(Probe, "_measure", lambda _: [2.0, 1.0] * len(DECODE_ROWS))
+    monkeypatch.setattr(Probe, "_measure", lambda _: [2.0, 1.0] * len(MEASURED_WIDTHS))
 
 
 @pytest.fixture
 def widths(monkeypatch):
     """The widths of the passes that ran fused, once for each layer."""
-    found, run, on_static_cache = [], FusedLayer.run, FusedLayer.on_static_cache
+    found, run = [], FusedStack.__call__
 
-    def counted(self, layer_idx, cache, state, *rest):
-        found.append(state.shape[1])
-        return run(self, layer_idx, cache, state, *rest)
+    def counted(self, keys, values, state, *rest):
+        found.extend([state.shape[1]] * len(self.layers))
+        return run(self, keys, values, state, *rest)
 
-    def counted_on_static_cache(self, *kv):
-        layer = on_static_cache(self, *kv)
-
-        def run_layer(state, *rest):
-            found.append(state.shape[1])
-            return layer(state, *rest)
-
-        return run_layer
-
-    monkeypatch.setattr(FusedLayer, "run", counted)
-    monkeypatch.setattr(FusedLayer, "on_static_cache", counted_on_static_cache)
+    monkeypatch.setattr(FusedStack, "__call__", counted)
     return found
 
 
@@ -84,7 +72,7 @@ def test_tokens_of_compiled_steps_are_the_base_models(family, rows, widths):
         drafter()
         assert torch.equal(model.generate(**batch, **OPTIONS), expected)
     assert steps.refused is None
-    assert {1, 4} <= set(widths) <= set(WIDTHS)
+    assert {1, 4, prompts()["input_ids"].shape[1]} <= set(widths)
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -121,7 +109,7 @@ def test_options_without_kernels_or_other_layouts(tiny_llama, options, widths):
     assert not widths
 
 
-@pytest.mark.parametrize(("seconds", "most"), [([2.0, 1.0] * 2 + [1.0, 2.0] * 3, 2), ([1.0, 2.0] * 5, 0)])
+@pytest.mark.parametrize(("seconds", "most"), [([2.0, 1.0] * 2 + [1.0, 2.0] * 5, 2), ([1.0, 2.0] * 7, 0)])
 def test_passes_over_more_tokens_than_were_faster_run_by_their_own_forward(
     tiny_llama, monkeypatch, widths, seconds, most
 ):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from packed_weights import check_products
 
-from tide_hf.weights.layouts import PlainWeight
 from tide_hf.weights.lossless import HalfWeight, InexactWeightError, RequantizedWeight
 
 
@@ -43,6 +42,7 @@ def of_gguf(sizes, kind, group=32):
     return groups.reshape(sizes).contiguous()
 
 
+OF_BITS = {"Q4_1": (torch.uint8,), **dict.fromkeys(("Q5_1", "Q6_K", "Q8_0"), (torch.int8,))}
 KINDS = ("Q4_1", "Q5_1", "Q4_K", "Q8_0", "Q6_K", "Q4_K of two values", "one value")
 
 
@@ -53,11 +53,13 @@ def test_products_are_the_plain_weights_and_round_alike_for_any_number_of_rows(d
     for size, size_out in ((576, 192), (4864, 33), (40, 7), (3, 2)):
         for stored in (torch.bfloat16, torch.float16):
             weight = torch.randn(size_out, size).to(stored).to(dtype)
+            if stored is torch.bfloat16 and size % 2:
+                with pytest.raises(InexactWeightError):  # panels hold pairs of columns
+                    HalfWeight(weight)
+                continue
             layout = HalfWeight(weight)
             assert layout.values.dtype is stored
             check_products(layout, weight.double(), dtype)
-            state = torch.randn(3, size)
-            assert torch.equal(layout.apply(state, None), PlainWeight(weight).apply(state, None))  # bit for bit
     for kind in KINDS:
         weight = of_gguf((24, 576), kind)
         check_products(RequantizedWeight(weight), weight.double(), torch.float32)
@@ -69,11 +71,9 @@ def test_the_integers_of_gguf_are_found_again(kind, group):
     torch.manual_seed(0)
     weight = of_gguf((48, 480), kind, group)
     layout = RequantizedWeight(weight)
-    integers, (scales, zeros) = layout.values.view(48, layout.scales.shape[1], -1), layout.scales.unbind(-1)
-    wide = integers.double() * scales[..., None].double() + zeros[..., None].double()
-    assert torch.equal(wide.float().view_as(weight), weight)  # rounded once, as a fused multiply-add does
-    assert torch.equal((integers * scales[..., None] + zeros[..., None]).view_as(weight), weight)
-    assert layout.values.dtype is torch.int8
+    columns = layout.apply(torch.eye(480), None).T  # each weight alone, rounded once by a fused multiply-add
+    assert torch.equal(columns, weight)
+    assert layout.values.dtype in OF_BITS.get(kind, (torch.uint8, torch.int8))
     assert layout.scales.shape[1] >= 480 // 32
 
 

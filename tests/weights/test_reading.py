@@ -15,6 +15,7 @@ from tide_hf.common.errors import ConfigurationError, UnsupportedOptionError
 from tide_hf.kernels.cpu.cpp_kernels import build_kernels
 from tide_hf.weights import linear_gate, reading
 from tide_hf.weights.fused_layers import FusedLayers
+from tide_hf.weights.integers import PanelIntegers
 from tide_hf.weights.layouts import PlainWeight, PrepackedWeight, UpcastWeight
 from tide_hf.weights.linear_gate import KERNEL_LAYOUTS, layouts_now
 from tide_hf.weights.lossless import HalfWeight, RequantizedWeight
@@ -96,11 +97,11 @@ def test_a_layout_is_allowed_in_calls_that_decode_as_many_tokens_as_it_pays_afte
 
     free, every = {PlainWeight, UpcastWeight}, set(KERNEL_LAYOUTS)
     assert allowed("eager", 23) == free  # of which half are expected
-    assert allowed("eager", 24) == free | {HalfWeight}
+    assert allowed("eager", 24) == free | {HalfWeight, PanelIntegers}
     assert allowed("eager", 127) == every - {RequantizedWeight}
     assert allowed("eager", 128) == allowed("compiled", 1) == every
     weights.add_decoded(16)
-    assert allowed("eager", 0) == free | {HalfWeight}
+    assert allowed("eager", 0) == free | {HalfWeight, PanelIntegers}
     assert allowed("eager", 96) == every
     weights.copies_at_once = True
     assert allowed("eager", 0) == every

@@ -11,7 +11,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines.steps.step_store import CompiledSteps
 from tide_hf.kernels.cpu.cpp_kernels import build_kernels
 from tide_hf.weights import fused_layers
-from tide_hf.weights.fused_layers import FusedLayer, Probe
+from tide_hf.weights.fused_layers import FusedStack, Probe
 from tide_hf.weights.integers import MAX_FLOAT_ROWS, MAX_ROWS, IntegerWeight
 from tide_hf.weights.layouts import PlainWeight, StoredWeight
 from tide_hf.weights.linear_gate import IntegerGate
@@ -49,13 +49,11 @@ def read_by_layers(monkeypatch):
     """The dtypes of the weights that whole layers read."""
     seen = set()
 
-    def counted(run, self, *args):
-        seen.update(weight.dtype for weight in (*self._before[2], *self._after[3]))
+    def counted(self, *args, run=FusedStack.__call__):
+        seen.update(weight.dtype for layer in self.layers for weight in layer.weights)
         return run(self, *args)
 
-    for name in ("run", "on_static_cache"):
-        run = getattr(FusedLayer, name)
-        monkeypatch.setattr(FusedLayer, name, lambda self, *args, run=run: counted(run, self, *args))
+    monkeypatch.setattr(FusedStack, "__call__", counted)
     return seen
 
 
@@ -105,6 +103,7 @@ def test_a_layer_of_several_kinds_of_weights_reads_each_in_its_bits(tiny_llama, 
     assert read_by_layers == {torch.bfloat16, torch.int8, torch.float16, torch.uint8, torch.float32}
 
 
+@pytest.mark.usefixtures("no_fused_layers")
 @pytest.mark.parametrize("kind", ["rows", "int4"])
 def test_a_long_prompt_takes_the_kernel_with_int4_weights_alone(tiny_llama, products, kind):
     model, batch = quantize(tiny_llama(**SIZES), kind), prompts(length=MAX_FLOAT_ROWS + 1)

@@ -178,21 +178,19 @@ class LayerRun:
         finally:
             self.cache = own
 
-    @contextmanager
-    def executing_by(self, execute_layer: ExecuteLayer | None) -> Iterator[None]:
-        """Let passes run their layers by this function; `None` changes nothing."""
-        before, self.execute_layer = self.execute_layer, execute_layer or self.execute_layer
-        try:
-            yield
-        finally:
-            self.execute_layer = before
-
     def starts(self, kwargs: dict[str, Any]) -> None:
         """Called with the model's arguments at the start of each pass that belongs to this run."""
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer, in place of its `forward`."""
         return self.execute(gate, args, kwargs)
+
+    def joined_layers(self, layer_idx: int) -> int:
+        """Up to how many layers, counted from the first, may run in one call with a layer that is executed.
+
+        The run neither reads nor changes the states between them.
+        """
+        return self.num_layers if type(self).run_layer is LayerRun.run_layer else layer_idx + 1
 
     def tokens_for_mlp(self) -> Tensor | None:
         """(rows, length) mask of the tokens that the current layer's MLP processes; `None` for all."""
@@ -229,6 +227,10 @@ class FixedDepthRun(LayerRun):
             raise _DepthReached(input_state(args, kwargs))
         return self.execute(gate, args, kwargs)
 
+    def joined_layers(self, layer_idx: int) -> int:
+        """All up to the exit layer."""
+        return self.exit_layer
+
     def states_after(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """Run the model by `forward` up to the exit layer; return the hidden states there, (rows, width, D)."""
         try:
@@ -259,6 +261,10 @@ class SegmentRun(FixedDepthRun):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.begin, self.states, self.frozen, self.finish = begin, states, frozen, finish
+
+    def joined_layers(self, layer_idx: int) -> int:
+        """All up to the exit layer, unless a layer must not change some rows."""
+        return self.exit_layer if self.frozen is None else layer_idx + 1
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute the layers of the segment, then end the pass, except after the model's last layer."""

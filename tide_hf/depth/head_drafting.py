@@ -128,6 +128,10 @@ class HeadRun(LayerRun):
             self._observe()
         return output
 
+    def joined_layers(self, layer_idx: int) -> int:
+        """All up to the next tap."""
+        return min(layer for layer in (*self.head.config.tap_layers, self.num_layers) if layer > layer_idx)
+
     @property
     def num_pending(self) -> int:
         """Passes whose K/V the head has yet to fill."""

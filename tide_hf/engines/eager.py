@@ -59,7 +59,7 @@ def prefill_eagerly(
 
     Args, besides those of `EngineKind.prefill`:
         name: Name of the requested engine, under which costs are recorded.
-        layers: What runs the layers of the prompts, if not their own `forward`.
+        layers: What runs the layers for another engine's prompts, if not their own `forward`.
         drafts_with_head: Whether the draft head drafts.
         fills_head_lazily: Whether, in a call with one row, the head's K/V are filled only when the head drafts.
     """
@@ -70,11 +70,11 @@ def prefill_eagerly(
     add_layers(cache, config)
     is_lazy = fills_head_lazily and input_ids.shape[0] == 1
     routers = attachment.routers if may_draft else None
-    own = {"execute_layer": attachment.weights.execute_layer() if name == EAGER else None}
+    own = {"execute_layer": attachment.weights.execute_layer() if name == EAGER else layers}
     head = head_run(structure, cache, routers, model.get_input_embeddings(), is_lazy=is_lazy, **own)
     run = head or LayerRun(structure, cache, **own)
     try:
-        with active(run), _attention(attachment, call, model, name), run.executing_by(layers):
+        with active(run), _attention(attachment, call, model, name):
             run.cache, logits = prefill(model, run, input_ids, call.generation_config, model_kwargs)
     except BaseException:
         if head is not None:

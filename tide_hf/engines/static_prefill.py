@@ -64,6 +64,10 @@ def _prefill(
         steps.warm_up.add(0, perf_counter() - start)
     if call.input_ids.shape[1] >= MIN_QUERIES:
         is_faster(dtype)  # measured here, outside of any trace
+    with attachment.weights.in_short_prompt():
+        fused = attachment.weights.execute_layer()
+        if fused is not None and call.input_ids.numel() <= fused.most_tokens:
+            return prefill_eagerly(model, attachment, call, layers=fused, **options)
     with gqa_attention(model), attachment.weights.in_compiled_prompt():
         return prefill_eagerly(model, attachment, call, layers=steps.prompts.run, **options)
 

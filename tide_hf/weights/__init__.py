@@ -1,7 +1,8 @@
 """How a weight is read on a CPU: as it is stored, in fewer bits, prepacked or by a kernel.
 
 `reading` decides for a model, in each call, prompt and step. `linear_gate` lets linear layers read their weights in
-the layouts that it allows, and `fused_layers` runs layers of Llama's kind as one or two kernels each. `layouts` holds
-the layouts, the matrix products with them, and the measurement of which is the fastest; `integers` multiplies weights
-that another package has quantised, `lossless` those in float32 that came from fewer bits.
+the layouts that it allows. `fused_layers` runs layers of Llama's kind in one call of a kernel, `fused_passes` those of
+eager passes. `layouts` holds the layouts, the matrix products with them, and the measurement of which is the fastest;
+`integers` multiplies weights that another package has quantised, `lossless` copies the others in as few bits as hold
+their values. `panels` puts weights in the order in which kernels read them the fastest.
 """

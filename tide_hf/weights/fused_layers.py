@@ -1,9 +1,8 @@
-"""Decoder layers of Llama's kind as C++ kernels, for passes over few tokens on a CPU.
+"""Decoder layers of Llama's kind as a C++ kernel, for passes over few tokens on a CPU.
 
-In such a pass a small model's layer spends as long on starting some forty operations as on its products. Here one
-kernel computes queries, keys and values, the cache stores them as it would for the layer, and another kernel computes
-the rest, from attention to the MLP; on a static cache a single kernel does all three. Weights are read as the model
-stores them: plain, or quantised to integers.
+In such a pass a small model's layer spends as long on starting some forty operations as on its products. One call of
+the kernel runs any number of layers, one after the other. Weights are read as the gates have them: plain, in panels, or
+quantised to integers.
 
 A layer is of this kind if its modules have the names and types of Llama's, and if the kernels give the same as the
 layer's own forward on random states, in a probe. The kernels run passes of up to as many tokens as they were measured
@@ -13,7 +12,7 @@ to be faster for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,13 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..base_model.structure import CACHE, DecoderStructure
+from ..base_model.structure import CACHE, DecoderStructure, has_windows
 from ..common.errors import first_line
 from ..common.measurements import measured
 from ..common.timing import least_seconds
-from ..depth.gates import ExecuteLayer, Gate, LayerGate, LayerRun, active, input_state
+from ..depth.gates import Gate, LayerRun, active, input_state
 from ..kernels.cpu.cpp_kernels import are_ready, load_op
 from .layouts import DECODE_ROWS, PlainWeight, StoredWeight
 from .linear_gate import KERNEL_LAYOUTS, LOSSLESS_LAYOUTS, IntegerGate, LinearGate, allowed_layouts, layouts_now
@@ -36,19 +34,21 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 MASKED_BY_BOOL, MASKED_BY_SUM = ("sdpa", "tide_gqa"), ("eager",)  # attention implementations of transformers
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}  # of the largest value
 CACHED_TOKENS, PROBED_WIDTH = 64, 3  # numbers of tokens before a probe, and in it
+MEASURED_WIDTHS = (*DECODE_ROWS, 64, 128)  # up to short prompts; with more tokens, attention has a kernel of its own
 REPEATS = 3
 
 logger = logging.getLogger(__name__)
 
 
 class Product(NamedTuple):
-    """A linear layer as the kernels read it: weight (out, in), scales if that is of integers, and bias (out,)."""
+    """A linear layer as the kernel reads it."""
 
-    weight: Tensor
-    scales: Tensor  # as in `StoredWeight`
-    bias: Tensor | None
+    weight: Tensor  # (out, in), or as in `StoredWeight`
+    scales: Tensor  # as there
+    bias: Tensor | None  # (out,)
+    size_out: int
     is_stored: bool = False  # as a `StoredWeight`
 
 
@@ -60,7 +60,7 @@ class Norm(NamedTuple):
 
 
 class FusedLayer:
-    """A layer as the kernels read it.
+    """A layer as the kernel reads it.
 
     Args:
         products: The linear layers, in the order q, k, v, o, gate, up, down.
@@ -74,39 +74,21 @@ class FusedLayer:
         self, products: list[Product], norms: list[Norm], head_norms: list[Norm], head_size: int, scale: float
     ) -> None:
         self.dtype, self.size, self.head_size = norms[0].weight.dtype, norms[0].weight.numel(), head_size
-        weights = [product.weight for product in products]
-        is_scaled = any(product.scales.numel() for product in products)
-        scales = [product.scales for product in products] if is_scaled else []
-        biases = [product.bias for product in products[:3] if product.bias is not None]
-        head_eps = head_norms[0].eps if head_norms else 0.0
-        # Numbers of heads of queries, keys and values.
-        self.heads = [weight.shape[0] // head_size for weight in weights[:3]]
-        shapes = [(*weight.shape, weight.dtype, *scale.shape) for weight, scale, *_ in products]
+        self.weights, self.scales = ([product[i] for product in products] for i in range(2))
+        none = norms[0].weight.new_empty(0)
+        biases = [none if product.bias is None else product.bias for product in products[:4]]
+        self.biases = biases if any(bias.numel() for bias in biases) else []
+        self.norms, self.head_norms = [norm.weight for norm in norms], [norm.weight for norm in head_norms]
+        self.settings = (norms[0].eps, norms[1].eps, head_norms[0].eps if head_norms else 0.0, scale)
+        self.kv_heads = products[1].size_out // head_size
+        shapes = [(*weight.shape, weight.dtype, *scales.shape) for weight, scales, *_ in products]
         self.kind = f"{self.dtype}, {shapes}, heads of {head_size}"
-        self._before = (*norms[0], weights[:3], biases, scales[:3], [norm.weight for norm in head_norms], head_eps)
-        self._after = (scale, *norms[1], weights[3:], products[3].bias, scales[3:])
+        sizes = [product.size_out for product in products]
+        self._alike = (self.settings, self.head_size, sizes, bool(self.biases), bool(self.head_norms))
 
-    def run(self, layer_idx: int, cache: Any, state: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Any:
-        """Run the layer on hidden states `state` (rows, width, D); return its output, of the same shape.
-
-        `cos` and `sin` are of the rotary embedding, (rows or 1, width, head_size); `mask` is (rows or 1, 1, width,
-        slots), bool or added to the scores.
-        """
-        before: Any = load_op("qkv_rope", self.dtype)
-        after: Any = load_op("attention_mlp", self.dtype)
-        query, key, value = before(state, *self._before, cos, sin).split(self.heads, dim=1)
-        keys, values = cache.update(key, value, layer_idx)
-        return after(state, query, keys, values, mask, None, *self._after)
-
-    def on_static_cache(self, keys: Tensor, values: Tensor) -> Callable[..., Tensor]:
-        """The layer as a function, which stores K/V in a static cache, (rows, KV heads, slots, head_size) each.
-
-        Its arguments are the tensors that `run` takes, the mask among them, and the number of slots that are filled
-        once this pass's K/V are stored, () int64.
-        """
-        kernel: Any = load_op("decoder_layer", self.dtype)
-        rest = keys, values, *self._before, *self._after
-        return lambda state, cos, sin, mask, end: kernel(state, cos, sin, mask, end, *rest)
+    def is_like(self, other: FusedLayer) -> bool:
+        """Whether one call of the kernel can run both layers."""
+        return self.dtype is other.dtype and self._alike == other._alike
 
     def arguments_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
         """State, cosines, sines and mask among a layer's arguments; `None` if the kernels do not take them."""
@@ -119,6 +101,38 @@ class FusedLayer:
         if mask is not None and (mask.dim() != 4 or mask.shape[1] != 1 or mask.dtype not in (torch.bool, self.dtype)):
             return None
         return state, *angles, mask
+
+
+class FusedStack:
+    """Layers that one call of the kernel runs, one after the other."""
+
+    def __init__(self, layers: Sequence[FusedLayer]) -> None:
+        self.layers = list(layers)
+        lists = ("weights", "scales", "norms", "biases", "head_norms")
+        tensors = [[tensor for layer in layers for tensor in getattr(layer, name)] for name in lists]
+        self._rest: list[Any] = [*tensors, *layers[0].settings]
+        self._kernel: Any = load_op("decoder_layers", layers[0].dtype)
+
+    def __call__(
+        self,
+        keys: list[Tensor],
+        values: list[Tensor],
+        state: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        end: Tensor,
+    ) -> Tensor:
+        """Run the layers on hidden states `state` (rows, width, D); return their output, of the same shape.
+
+        Args, besides `state`:
+            keys, values: Of each layer, (rows, KV heads, slots, head_size), which the pass's K/V are stored in.
+            cos, sin: Of the rotary embedding, (rows or 1, width, head_size).
+            mask: (rows or 1, 1, width, slots), bool or added to the scores; without it, attention is causal.
+            end: () int64, number of slots that are filled once this pass's K/V are stored.
+        """
+        found: Tensor = self._kernel(state, cos, sin, mask, end, keys, values, *self._rest)
+        return found
 
 
 def fused_layer(layer: nn.Module) -> FusedLayer | None:
@@ -155,8 +169,7 @@ def _names(module: Any) -> set[str]:
 def _agree(products: list[Product], dtype: torch.dtype) -> bool:
     """Whether products have dtypes and biases that one call of a kernel takes."""
     are_readable = all(product.is_stored or product.weight.dtype is dtype for product in products)
-    biased = [product.bias is not None for product in products]
-    return are_readable and len(set(biased[:3])) == 1 and not any(biased[4:])
+    return are_readable and all(product.bias is None for product in products[4:])
 
 
 def _is_untouched(module: nn.Module) -> bool:
@@ -175,12 +188,13 @@ def _product(linear: nn.Module) -> Product | None:
     bias = linear._parameters.get("bias")
     lossless = tuple(layout for layout in layouts_now() if layout in LOSSLESS_LAYOUTS)
     stored = gate.prepare(DECODE_ROWS[0], (*lossless, PlainWeight))
-    if isinstance(stored, StoredWeight):
-        return Product(stored.values, stored.scales, bias, is_stored=True)
+    size_out: Any = linear.out_features
+    if isinstance(stored, StoredWeight) and not stored.padding:
+        return Product(stored.values, stored.scales, bias, size_out, is_stored=True)
     if isinstance(gate, IntegerGate):
         return None
     plain: Any = gate.convert(PlainWeight)  # a copy of weights that are not contiguous
-    return Product(plain.plain[0], torch.empty(0), bias) if plain is not None else None
+    return Product(plain.plain[0], torch.empty(0), bias, size_out) if plain is not None else None
 
 
 def _norm(norm: nn.Module) -> Norm | None:
@@ -198,25 +212,12 @@ class FusedLayers:
         self._equal: dict[tuple[Any, ...], bool] = {}  # by layer and its settings, whether the kernels give its results
         self._most_tokens: dict[tuple[Any, ...], int] = {}  # up to which the kernels are faster, by shapes and threads
 
-    def for_call(self) -> ExecuteLayer | None:
-        """What runs the layers of one call in place of their forward; `None` if that would be none of them.
+    def for_call(self) -> dict[int, tuple[FusedLayer, int]]:
+        """The layers that the kernel runs in a call, by index, and up to how many tokens.
 
         Weights are read in the layouts allowed now, and must not be replaced during the call.
         """
-        found = self._with_limits()
-        if not found:
-            return None
-
-        def run(gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            state = input_state(args, kwargs)
-            fused, limit = found.get(gate.layer_idx, (None, 0))
-            suits = state.shape[0] * state.shape[1] <= limit and _is_dynamic(kwargs.get(CACHE), gate.layer_idx)
-            taken = fused.arguments_of(args, kwargs) if fused is not None and suits else None
-            if fused is None or taken is None:
-                return gate.native(*args, **kwargs)
-            return gate.with_state(None, fused.run(gate.layer_idx, kwargs[CACHE], *taken))
-
-        return run
+        return self._with_limits()
 
     def for_tokens(self, tokens: int) -> dict[int, FusedLayer]:
         """The layers, by index, that the kernels run in passes over a number of tokens."""
@@ -241,11 +242,9 @@ class FusedLayers:
         return self._most_tokens[kind] if self._equal[key] else 0
 
 
-def _is_dynamic(cache: Any, layer_idx: int) -> bool:
-    """Whether a layer's K/V in the cache are in memory, and grow by concatenation."""
-    if type(cache) is not DynamicCache or cache.offloading:
-        return False
-    return len(cache.layers) <= layer_idx or type(cache.layers[layer_idx]) in (DynamicLayer, DynamicSlidingWindowLayer)
+def has_windows_in(layer: nn.Module) -> bool:
+    """Whether some layers of the model of this layer attend to a window, so that layers may get masks of their own."""
+    return has_windows(getattr(getattr(layer, "self_attn", None), "config", None))
 
 
 def _settings(layer: nn.Module) -> tuple[Any, ...]:
@@ -266,7 +265,7 @@ class Probe:
         config: Any = getattr(layer.self_attn, "config", None)
         self.attention = getattr(config, "_attn_implementation", None)
         self.generator = torch.Generator().manual_seed(0)
-        self.cached = [self._random(1, fused.heads[1], CACHED_TOKENS, fused.head_size) for _ in range(2)]
+        self.cached = [self._random(1, fused.kv_heads, CACHED_TOKENS, fused.head_size) for _ in range(2)]
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -275,17 +274,16 @@ class Probe:
         name = type(self.layer).__name__
         if self.attention not in (*MASKED_BY_BOOL, *MASKED_BY_SUM):
             return False
-        inputs, caches = self._inputs(PROBED_WIDTH), (self._cache(), self._cache())
+        inputs, cache = self._inputs(PROBED_WIDTH), self._cache()
+        keys, values = self._slots(PROBED_WIDTH)
         try:
             with allowed_layouts(()):  # a copy of the weights would stay
-                found = [
-                    run(*inputs, cache) for run, cache in zip((self._native, self._by_kernels), caches, strict=True)
-                ]
+                found = self._native(*inputs, cache), self._by_kernels(*inputs, keys, values)
         except (TypeError, ValueError, RuntimeError) as error:  # of a layer that takes other arguments
             logger.info("%s runs without fused kernels: %s", name, first_line(error))
             return False
-        kept: list[Any] = [cache.layers[self.layer_idx] for cache in caches]
-        pairs = [output - inputs[0] for output in found], [one.keys for one in kept], [one.values for one in kept]
+        kept: Any = cache.layers[self.layer_idx]
+        pairs = [output - inputs[0] for output in found], (kept.keys, keys), (kept.values, values)
         if all(_is_close(*pair) for pair in pairs):
             return True
         logger.info("%s runs without fused kernels, which give other results", name)
@@ -295,9 +293,9 @@ class Probe:
     @torch.no_grad()
     def most_tokens(self) -> int:
         """The largest number of tokens, among those probed, up to which the kernels are faster."""
-        seconds = measured(f"decoder layer, {self.fused.kind}", 2 * len(DECODE_ROWS), self._measure)
+        seconds = measured(f"decoder layer, {self.fused.kind}", 2 * len(MEASURED_WIDTHS), self._measure)
         faster = 0
-        for tokens, native, by_kernels in zip(DECODE_ROWS, seconds[::2], seconds[1::2], strict=True):
+        for tokens, native, by_kernels in zip(MEASURED_WIDTHS, seconds[::2], seconds[1::2], strict=True):
             if by_kernels > native:
                 break
             faster = tokens
@@ -319,8 +317,9 @@ class Probe:
         cache.update(self.cached[0], self.cached[1], self.layer_idx)
         return cache
 
-    def _run(self, run: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
-        return run(*inputs, self._cache())
+    def _slots(self, width: int) -> list[Tensor]:
+        """The cached keys and values, with slots for `width` more."""
+        return [torch.cat([part, part.new_zeros(*part.shape[:2], width, part.shape[3])], dim=2) for part in self.cached]
 
     def _native(self, state: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: DynamicCache) -> Tensor:
         with active(LayerRun(self.structure, cache)):
@@ -329,19 +328,25 @@ class Probe:
             )
         return output[0] if isinstance(output, tuple) else output
 
-    def _by_kernels(self, state: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: DynamicCache) -> Tensor:
-        return self.fused.run(self.layer_idx, cache, state, *angles, mask)
+    def _native_anew(self, *inputs: Any) -> Tensor:
+        state, angles, mask = inputs
+        return self._native(state, angles, mask, self._cache())
+
+    def _by_kernels(
+        self, state: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        return FusedStack([self.fused])([keys], [values], state, *angles, mask, torch.tensor(keys.shape[2]))
 
     def _measure(self) -> list[float]:
         """For each number of tokens, seconds of the layer's own forward and of the kernels."""
         found = []
         forwards = [module.__dict__.get("forward") for module in self.layer.modules()]
         kept = {gate: dict(gate.converted) for gate in forwards if isinstance(gate, LinearGate)}
-        for width in DECODE_ROWS:
-            inputs = self._inputs(width)
-            for run in (self._native, self._by_kernels):
-                with allowed_layouts(KERNEL_LAYOUTS):
-                    found.append(least_seconds(partial(self._run, run, inputs), REPEATS))
+        for width in MEASURED_WIDTHS:
+            inputs, slots = self._inputs(width), self._slots(width)
+            with allowed_layouts(KERNEL_LAYOUTS):
+                found.append(least_seconds(partial(self._native_anew, *inputs), REPEATS))
+                found.append(least_seconds(partial(self._by_kernels, *inputs, *slots), REPEATS))
         for gate, converted in kept.items():
             gate.converted = converted  # without copies that no call has asked for
         return found

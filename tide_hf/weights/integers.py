@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels.cpu.cpp_kernels import load_op
 from .layouts import StoredWeight
+from .panels import PANEL_ROWS, in_panels, scales_in_panels
 
 # Of the input, for int8 weights. Products of more rows are compute-bound, and the package's own is then as fast, or
 # faster where the CPU has instructions for half precision.
@@ -48,6 +50,26 @@ class IntegerWeight(StoredWeight):
         for zero_point in zero_points:
             scales = torch.stack([scales, -scales * zero_point], dim=-1)
         self.values, self.scales = integers.contiguous(), scales.contiguous()
+
+
+class PanelIntegers(IntegerWeight):
+    """The same in panels: a copy, of int8 alone, since PyTorch packs int4 in such an order itself."""
+
+    is_copy, pays_after = True, 12
+
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int, integers: torch.dtype = torch.uint8) -> bool:
+        """Whether the integers are int8 as well; never for weights that are none."""
+        return integers is torch.int8 and IntegerWeight.serves(dtype, rows, integers)
+
+    def _convert(self, weights: list[Tensor]) -> None:
+        super()._convert(weights)
+        if self.scales.dim() > 1:
+            both = self.scales if self.scales.dim() == 3 else torch.stack([self.scales, 0 * self.scales], dim=-1)
+            self.scales = scales_in_panels(*both.unbind(-1))
+        else:
+            self.scales = functional.pad(self.scales, (0, -len(self.scales) % PANEL_ROWS))
+        self.values = in_panels(self.values)
 
 
 @lru_cache

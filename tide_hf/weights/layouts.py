@@ -9,7 +9,8 @@ verify pass over a few tokens is bound by the bandwidth with which it reads the 
 - The skinny GEMM reads plain weights sequentially, once for all rows of the input, without a copy. It sums in the same
   order for any number of rows, so a pass over several tokens rounds as passes over single tokens do.
 - The group-wise quantised GEMM, for few rows, reads a half or a quarter of the bytes of plain weights.
-- Weights whose values need fewer bits than their dtype has are read in those bits; see `lossless`.
+- Copies in half precision, and of weights whose values need fewer bits than their dtype has, are read in panels; see
+  `lossless`.
 - On CPUs without bfloat16 or float16 instructions, PyTorch multiplies weights of these dtypes several times slower
   than float32, so they are upcast to float32, chunk by chunk, at each call.
 
@@ -33,6 +34,7 @@ from ..common.measurements import measured
 from ..common.memory import copy_if_it_fits
 from ..common.timing import least_seconds
 from ..kernels.cpu.cpp_kernels import load_op
+from .panels import PANEL_ROWS
 
 MAX_QUANTIZED_ROWS = 8  # of the quantised GEMM's input
 UPCAST_CHUNK = 1 << 20  # values of a weight that are upcast at a time
@@ -181,16 +183,28 @@ class PlainWeight(WeightLayout):
 
 
 class StoredWeight(WeightLayout):
-    """A weight that the skinny GEMM reads in fewer bits than its input's dtype has."""
+    """A weight that the skinny GEMM reads as integers, or in panels (see `panels`), which may have rows of padding."""
 
     is_traceable = True
-    values: Tensor  # (out, in) in half precision or int8; or (out, in / 2) uint8, int4 as PyTorch packs it for CPUs
-    scales: Tensor  # of int8 (out,), (out, groups), or (out, groups, 2) with zeros; of int4 (groups, out, 2); else (0,)
+    # (out, in) int8; (out, in / 2) uint8, int4 as PyTorch packs it for CPUs; or, in panels, values in half precision,
+    # int8 or int4.
+    values: Tensor
+    # Of int8 (out,), (out, groups), or (out, groups, 2) with zeros; of int4 (groups, out, 2); of integers in panels
+    # (out,) or (out / 16, groups, 2, 16); else (0,).
+    scales: Tensor
+
+    @property
+    def padding(self) -> int:
+        """Rows that the layout has beyond those of the weight."""
+        return PANEL_ROWS * len(self.values) - len(self.weights[0]) if self.values.dim() == 4 else 0
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
         product: Any = load_op("skinny_gemm", input.dtype)
-        return product(input, [self.values], bias, [self.scales])
+        if not self.padding:
+            return product(input, [self.values], bias, [self.scales])
+        bias = None if bias is None else functional.pad(bias, (0, self.padding))
+        return product(input, [self.values], bias, [self.scales])[..., : -self.padding]
 
 
 Layouts = tuple[type[WeightLayout], ...]

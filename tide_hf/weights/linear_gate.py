@@ -23,7 +23,7 @@ from ..common.errors import UnsupportedOptionError
 from ..common.memory import copy_if_it_fits, free_host_memory
 from ..depth.gates import ACTIVE_RUN, Gate
 from ..kernels.cpu.cpp_kernels import CPU_DTYPES
-from .integers import IntegerWeight, integers_of
+from .integers import IntegerWeight, PanelIntegers, integers_of
 from .layouts import (
     PYTORCH_LAYOUTS,
     Layouts,
@@ -40,7 +40,7 @@ from .lossless import HalfWeight, InexactWeightError, RequantizedWeight
 
 MEMORY_SHARE = 0.25  # maximum share of the free memory that copies of weights may take
 
-LOSSLESS_LAYOUTS: Layouts = (RequantizedWeight, HalfWeight)  # of weights that need fewer bits than they have
+LOSSLESS_LAYOUTS: Layouts = (RequantizedWeight, HalfWeight, PanelIntegers)  # copies that hold the same values
 PROMPT_LAYOUTS: Layouts = (PlainWeight, *PYTORCH_LAYOUTS)  # if compiled kernels may run, for any number of rows
 KERNEL_LAYOUTS: Layouts = (*LOSSLESS_LAYOUTS, *PROMPT_LAYOUTS)
 DRAFT_LAYOUTS: Layouts = (QuantizedWeight, *KERNEL_LAYOUTS)  # for passes whose tokens are verified
@@ -196,8 +196,8 @@ class LinearGate(Gate):
 class IntegerGate(LinearGate):
     """Replaces the `forward` of one linear layer whose weight is quantised to integers (see `integers`)."""
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
+    def __init__(self, linear: nn.Linear, may_copy: bool = True) -> None:
+        super().__init__(linear, may_copy)
         # A weight, the addresses of the tensors in it, and its integers, which take time to find.
         self._found: tuple[Any, tuple[int, ...], tuple[Tensor, ...]] = (None, (), ())
 
@@ -211,8 +211,14 @@ class IntegerGate(LinearGate):
     def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
         """The weights as the kernel reads them; `None` if it may not run, or the package's own product is faster."""
         sources = self.sources() if PlainWeight in layouts else ()
-        is_served = bool(sources) and IntegerWeight.serves(self._weight.dtype, rows, sources[0].dtype)
-        return self.convert(IntegerWeight) if is_served else None
+        if not sources or not IntegerWeight.serves(self._weight.dtype, rows, sources[0].dtype):
+            return None
+        takes_copy = (
+            self.may_copy
+            and PanelIntegers in layouts
+            and PanelIntegers.serves(self._weight.dtype, rows, sources[0].dtype)
+        )
+        return (self.convert(PanelIntegers) if takes_copy else None) or self.convert(IntegerWeight)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the integers as well; a copy finds its own."""

@@ -1,9 +1,9 @@
-"""Float32 weights read in fewer bits without loss, in passes over few tokens, which are bound by reading weights.
+"""Copies of weights that hold the same values, in few bits and in the order in which the kernels read them the fastest.
 
 Many weights in float32 come from fewer bits: most models are published in half precision, and GGUF files hold integers,
 which transformers dequantises when it loads them. Here those bits are found again from the values, kept beside the
-weight, and checked to give each of its values. The skinny GEMM reads them and computes in float32, as it would with the
-weight itself.
+weight in panels, and checked to give each of its values. The skinny GEMM reads them and computes in float32, as it
+would with the weight itself.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..kernels.cpu.cpp_kernels import load_op
 from .layouts import StoredWeight
+from .panels import in_panels, int4_in_panels, scales_in_panels
 
-MAX_ROWS = 16  # of the input; products of more rows are compute-bound
 VALUES_AT_ONCE = 1 << 16  # which stay in a core's cache
 GROUP_SIZES = (32, 16)  # weights per scale in all types of GGUF that dequantise linearly
 SAMPLED_GROUPS = 64
@@ -29,41 +29,43 @@ MANTISSA_BITS = 23  # of float32
 SCALE_BITS = 17
 LEAST_GAP = 1e-6  # between two integers, as a share of a group's range
 MAX_STEPS = 255
+MAX_INT4 = 15
 # What differences between neighbouring values may be multiples of.
 DIVISORS = (1, 2, 3, 4)
 
 
 class InexactWeightError(ValueError):
-    """A weight has values that a lossless layout cannot hold. Never leaves the library: another layout is taken."""
+    """A lossless layout cannot hold the values of a weight. Never leaves the library: another layout is taken."""
 
 
-class _LosslessWeight(StoredWeight):
-    """A float32 weight in fewer bits; the constructor raises [`InexactWeightError`] where these lack a value."""
-
-    @staticmethod
-    def serves(dtype: torch.dtype, rows: int) -> bool:
-        """Whether the dtype is float32, there are few rows, and the kernel can be compiled."""
-        return dtype is torch.float32 and rows <= MAX_ROWS and load_op("skinny_gemm", dtype) is not None
-
-
-class HalfWeight(_LosslessWeight):
-    """A float32 weight in half precision."""
+class HalfWeight(StoredWeight):
+    """A weight in half precision; the constructor raises [`InexactWeightError`] where this lacks a value."""
 
     pays_after = 12
 
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int) -> bool:
+        """Whether the kernel can be compiled; the number of rows does not matter."""
+        return load_op("skinny_gemm", dtype) is not None
+
     def _convert(self, weights: list[Tensor]) -> None:
         (weight,) = weights
-        dtype = _exact_dtype(weight)
-        if dtype is None:
+        dtype = _exact_dtype(weight) if weight.dtype is torch.float32 else weight.dtype
+        if dtype is None or (dtype is torch.bfloat16 and weight.shape[1] % 2):
             raise InexactWeightError
-        self.values, self.scales = weight.to(dtype, memory_format=torch.contiguous_format), weight.new_empty(0)
+        self.values, self.scales = in_panels(weight.to(dtype)), weight.new_empty(0, dtype=torch.float32)
 
 
-class RequantizedWeight(_LosslessWeight):
-    """A float32 weight as int8, with a scale and a zero for each group."""
+class RequantizedWeight(StoredWeight):
+    """A float32 weight as int4 or int8, with a scale and a zero for each group; see [`HalfWeight`]."""
 
     probed_value = 0.1  # which half precision lacks
     pays_after = 64  # the conversion takes as long as some twenty passes over one token
+
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int) -> bool:
+        """Whether the dtype is float32 as well."""
+        return dtype is torch.float32 and HalfWeight.serves(dtype, rows)
 
     def _convert(self, weights: list[Tensor]) -> None:
         (weight,) = weights
@@ -72,7 +74,11 @@ class RequantizedWeight(_LosslessWeight):
         found = next(filter(None, (_requantized(weight, size) for size in GROUP_SIZES)), None)
         if found is None:
             raise InexactWeightError
-        self.values, self.scales = found
+        integers, scales, zeros = found
+        lowest, highest = integers.aminmax()
+        is_int4 = lowest >= 0 and highest <= MAX_INT4
+        self.values = int4_in_panels(integers) if is_int4 else in_panels(integers)
+        self.scales = scales_in_panels(scales, zeros)
 
 
 def _exact_dtype(weight: Tensor) -> torch.dtype | None:
@@ -112,8 +118,8 @@ class _Grid(NamedTuple):
 GRIDS = (_Grid(15, True), _Grid(31, True), _Grid(127, False), _Grid(32, False))
 
 
-def _requantized(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | None:
-    """The integers (out, in) and scales (out, groups, 2) that give a weight (out, in); `None` if some value differs."""
+def _requantized(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The integers (out, in), scales and zeros (out, groups) of a weight (out, in); `None` if they lack a value."""
     rows, size = weight.shape
     if size % group_size or weight.numel() == 0:
         return None
@@ -131,7 +137,7 @@ def _requantized(weight: Tensor, group_size: int) -> tuple[Tensor, Tensor] | Non
             return None
         integers[start:end] = found.integers
         scales[start:end] = torch.cat([found.scales, found.zeros], dim=1)
-    return integers.view(rows, size), scales.view(rows, -1, 2)
+    return integers.view(rows, size), scales[:, 0].view(rows, -1), scales[:, 1].view(rows, -1)
 
 
 def _with_others(found: _Groups, groups: Tensor) -> _Groups:

@@ -10,11 +10,11 @@ from torch import nn
 
 from ..base_model.structure import DecoderStructure
 from ..common.choices import EAGER
-from ..depth.gates import ExecuteLayer
 from ..kernels.cpu.cpp_kernels import CPU_DTYPES, are_ready
 from ..routers.draft_head import DraftHead
 from ..routers.routers import TIDERouters
-from .fused_layers import FusedLayer, FusedLayers
+from .fused_layers import FusedLayer, FusedLayers, has_windows_in
+from .fused_passes import FusedPasses
 from .layouts import DECODE_ROWS, PYTORCH_LAYOUTS, Layouts, WeightLayout, fastest_layout
 from .linear_gate import (
     DRAFT_LAYOUTS,
@@ -69,7 +69,7 @@ class WeightReading:
             if isinstance(linear.__dict__.get("forward"), LinearGate):  # routers may be shared by two models
                 continue
             has_plain = has_plain_weight(linear)
-            gate = LinearGate(linear, self._may_copy, anywhere) if has_plain else IntegerGate(linear)
+            gate = LinearGate(linear, self._may_copy, anywhere) if has_plain else IntegerGate(linear, self._may_copy)
             gate.open()
 
     @property
@@ -113,13 +113,19 @@ class WeightReading:
         """Count what a call has decoded, since copies of weights pay only after some tokens."""
         self._num_decoded += tokens_per_row
 
+    def in_short_prompt(self) -> AbstractContextManager[None]:
+        """The context of a prompt whose layers a kernel runs; it may have been built since the call began."""
+        return allowed_layouts(KERNEL_LAYOUTS)
+
     def in_compiled_prompt(self) -> AbstractContextManager[None]:
         """The context of a prompt whose layers are compiled."""
         return allowed_layouts(PROMPT_LAYOUTS)
 
-    def execute_layer(self) -> ExecuteLayer | None:
-        """What runs decoder layers in an eager call, where that is not their own forward; see [`FusedLayers`]."""
-        return None if self.use_kernels is False else self.fused_layers.for_call()
+    def execute_layer(self) -> FusedPasses | None:
+        """What runs decoder layers in an eager call, where that is not their own forward; see [`FusedPasses`]."""
+        found = {} if self.use_kernels is False else self.fused_layers.for_call()
+        may_join = not any(map(has_windows_in, self.structure.layers))
+        return FusedPasses(found, self.structure.num_layers, may_join) if found else None
 
     def measure(self) -> None:
         """Measure what decodes the fastest on this machine, so that no call has to wait for it."""

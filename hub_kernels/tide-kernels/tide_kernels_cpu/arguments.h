@@ -12,14 +12,30 @@
 // followed by a zero: a weight is scale * integer + zero.
 // - int8: scales (out, groups). If there are several groups, or zeros, a group has a multiple of 16 integers.
 // - int4, less 8: as `_convert_weight_to_int4pack_for_cpu` packs them, see int4_weight.h; scales (groups, out), with zeros.
+// - In panels of 16 rows, see panels.h: values in half precision, int8, and int4 from 0 to 15. Scales are (out) or, with
+//   zeros, (out / 16, groups, 2, 16).
 enum class Stored { kValues, kBFloat16, kHalf, kInt8, kInt4 };
+
+constexpr int64_t kPanelRows = 16;
 
 struct LinearWeight {
   const void* values;
   Stored stored;
   const float* scales;
   int64_t groups;
-  bool has_zeros;
+  bool has_zeros, in_panels;
+
+  // Rows that only whole products take.
+  int64_t unit() const { return in_panels ? kPanelRows : stored == Stored::kInt4 ? 64 : 1; }
+};
+
+// The product of all rows of an input (rows, size) with rows from `first` on of a weight of `all` rows, a multiple of its
+// units, by one thread; output (rows, stride), from its first column on.
+struct RowsOfProduct {
+  const LinearWeight* weight;
+  const void *input, *bias;  // of the first row, or null
+  void* output;
+  int64_t all, rows, size, first, count, stride;
 };
 
 struct SkinnyGemm {
@@ -60,30 +76,25 @@ struct PrefillAttention {
   float scale;
 };
 
-struct QkvRope {
-  static constexpr const char* kName = "qkv_rope";  // of the op
-  const void *input, *norm;                         // (rows, width, size), (size)
-  const LinearWeight* weights;                            // of queries, keys, values: (heads * head_size, size)
-  const void* const* biases;                        // the same; or null
-  const void* const* head_norms;                    // of queries and keys, (head_size) each; or null
-  const void *cos, *sin;                            // (width, head_size), per row if has_row_angles
-  void* output;                                     // (rows, heads + 2 * kv_heads, width, head_size)
-  int64_t rows, width, size, heads, kv_heads, head_size, threads;
-  bool has_row_angles;
-  float eps, head_eps;
+// What each decoder layer of Llama's kind holds.
+struct DecoderLayer {
+  const void *norm, *mlp_norm;    // of RMSNorm before attention and before the MLP, (size) each
+  const void* head_norms[2];      // of queries and keys, (head_size) each; or null
+  const void* biases[4];          // of queries, keys, values and the output projection; or null
+  const LinearWeight* weights;    // of q, k, v, o, gate, up, down
+  void *keys, *values;            // (rows, kv_heads, all_slots, head_size); the pass fills the slots before `slots`
 };
 
-struct AttentionMlp {
-  static constexpr const char* kName = "attention_mlp";  // of the op
-  const void *input, *query, *key, *value;  // (rows, width, size), (rows, heads, width, head_size), K/V (rows, kv_heads, all_slots, head_size)
-  const bool* may_attend;                   // (width, all_slots), per row if has_row_masks; or null
-  const void* mask;                         // the same, added to the scores; or null. Without both, attention is causal
-  const void *norm, *bias;                  // (size) each; that of the output projection, or null
-  const LinearWeight* weights;                    // output (size, heads * head_size), gate and up (inner, size), down (size, inner)
-  void* output;                             // as `input`
-  int64_t rows, width, size, inner, heads, kv_heads, head_size, slots, all_slots, threads;
-  bool has_row_masks;
-  float scale, eps;
+struct DecoderLayers {
+  static constexpr const char* kName = "decoder_layers";  // of the op
+  void* states;                          // (rows, width, size), in place
+  const void *cos, *sin;                 // (width, head_size), per row if has_row_angles
+  const bool* may_attend;                // (width, mask_slots), per row if has_row_masks; or null
+  const void* mask;                      // the same, added to the scores; or null. Without both, attention is causal
+  const DecoderLayer* layers;            // `count`
+  int64_t count, rows, width, size, inner, heads, kv_heads, head_size, slots, all_slots, mask_slots, threads;
+  bool has_row_angles, has_row_masks;
+  float eps, mlp_eps, head_eps, scale;
 };
 
 template <class Value>  // float, c10::BFloat16 or c10::Half
@@ -95,6 +106,6 @@ void run(const DecodeAttention& call);
 template <class Value>
 void run(const PrefillAttention& call);
 template <class Value>
-void run(const QkvRope& call);
+void run(const DecoderLayers& call);
 template <class Value>
-void run(const AttentionMlp& call);
+void run(const RowsOfProduct& call);

@@ -52,37 +52,63 @@ const void* contiguous_data(const char* name, const Tensor& tensor, ScalarType d
   return tensor.const_data_ptr();
 }
 
-// Check that a weight is (out, in); int4 weights hold two in a byte.
-void check_weight(const char* name, const Tensor& weight, int64_t out, int64_t in) {
-  const bool is_int4 = weight.scalar_type() == ScalarType::Byte;
-  STD_TORCH_CHECK(!is_int4 || (in % 2 == 0 && weight.dim() == 2 && weight.size(0) % 64 == 0), name,
-                  ": int4 weights in an odd number, or not of 64 rows at a time");
-  check_sizes(name, "weight", weight, {out, is_int4 ? in / 2 : in});
+// Sizes of a weight, (out, in): int4 weights hold two in a byte, and panels are (out / 16, in / (n * per byte), 16, n).
+int64_t size_out(const Tensor& weight) { return weight.dim() == 4 ? kPanelRows * weight.size(0) : weight.size(0); }
+int64_t size_in(const Tensor& weight) {
+  const int64_t values = weight.scalar_type() == ScalarType::Byte ? 2 : 1;
+  return values * (weight.dim() == 4 ? weight.size(1) * weight.size(3) : weight.size(1));
 }
 
-// Weights in int8 with scales (out), (out, groups), or (out, groups, 2) with zeros, or in int4 with (groups, out, 2).
+// Check that a weight is (out, in); -1 stands for any size.
+void check_weight(const char* name, const Tensor& weight, int64_t out, int64_t in) {
+  STD_TORCH_CHECK(weight.dim() == 2 || weight.dim() == 4, name, ": the weight is of the wrong size");
+  const ScalarType dtype = weight.scalar_type();
+  const bool is_int4 = dtype == ScalarType::Byte, in_panels = weight.dim() == 4;
+  if (in_panels) {
+    const int64_t together = is_int4 ? 4 : dtype == ScalarType::BFloat16 ? 2 : 1;
+    STD_TORCH_CHECK(weight.size(2) == kPanelRows && weight.size(3) == together, name, ": panels of the wrong size");
+  }
+  STD_TORCH_CHECK(!is_int4 || in_panels || weight.size(0) % 64 == 0, name, ": int4 weights not of 64 rows at a time");
+  STD_TORCH_CHECK((out == -1 || size_out(weight) == out) && (in == -1 || size_in(weight) == in), name,
+                  ": the weight is of the wrong size");
+}
+
+// Integers with scales: in int8 (out), (out, groups), or (out, groups, 2) with zeros, in int4 (groups, out, 2); in panels
+// (out) or (out / 16, groups, 2, 16).
 LinearWeight integers(const char* name, const Tensor& weight, const Tensor& scales) {
   const bool is_int4 = weight.scalar_type() == ScalarType::Byte;
-  const int64_t out = weight.size(0), in = is_int4 ? 2 * weight.size(1) : weight.size(1), dims = scales.dim();
+  const int64_t out = size_out(weight), in = size_in(weight), dims = scales.dim();
   LinearWeight found{};
   found.values = contiguous_data(name, weight, is_int4 ? ScalarType::Byte : ScalarType::Char);
   found.scales = static_cast<const float*>(contiguous_data(name, scales, ScalarType::Float));
-  found.has_zeros = dims == 3, found.stored = is_int4 ? Stored::kInt4 : Stored::kInt8;
-  found.groups = dims > 1 ? scales.size(is_int4 ? 0 : 1) : 1;
-  const bool fits = dims >= 1 && dims <= 3 && (!is_int4 || dims == 3) && scales.size(is_int4 ? 1 : 0) == out &&
-                    (dims < 3 || scales.size(2) == 2) && found.groups > 0 && in % found.groups == 0;
-  STD_TORCH_CHECK(fits, name, ": scales of the wrong size");
+  found.stored = is_int4 ? Stored::kInt4 : Stored::kInt8, found.in_panels = weight.dim() == 4;
+  bool fits;
+  if (found.in_panels) {
+    found.has_zeros = dims == 4, found.groups = dims == 4 ? scales.size(1) : 1;
+    fits = dims == 4 ? scales.size(0) == weight.size(0) && scales.size(2) == 2 && scales.size(3) == kPanelRows
+                     : dims == 1 && !is_int4 && scales.size(0) == out;
+  } else {
+    found.has_zeros = dims == 3, found.groups = dims > 1 ? scales.size(is_int4 ? 0 : 1) : 1;
+    fits = dims >= 1 && dims <= 3 && (!is_int4 || dims == 3) && scales.size(is_int4 ? 1 : 0) == out &&
+           (dims < 3 || scales.size(2) == 2);
+  }
+  STD_TORCH_CHECK(fits && found.groups > 0 && in % found.groups == 0, name, ": scales of the wrong size");
   STD_TORCH_CHECK((found.groups == 1 && !found.has_zeros) || in / found.groups % 16 == 0, name,
                   ": groups not of 16 weights at a time");
   return found;
 }
 
-// A weight of the kernel's dtype, or in half precision for a kernel in float32.
+// A weight of the kernel's dtype or, in panels, in half precision for a kernel in float32.
 LinearWeight values(const char* name, const Tensor& weight, ScalarType dtype) {
-  const ScalarType own = dtype == ScalarType::Float ? weight.scalar_type() : dtype;
-  if (own == ScalarType::BFloat16) return {contiguous_data(name, weight, own), dtype == own ? Stored::kValues : Stored::kBFloat16};
-  if (own == ScalarType::Half) return {contiguous_data(name, weight, own), dtype == own ? Stored::kValues : Stored::kHalf};
-  return {contiguous_data(name, weight, dtype), Stored::kValues};
+  LinearWeight found{};
+  found.in_panels = weight.dim() == 4;
+  const ScalarType stored = weight.scalar_type();
+  const bool is_half = stored == ScalarType::BFloat16 || stored == ScalarType::Half;
+  STD_TORCH_CHECK(!found.in_panels || is_half, name, ": panels of another dtype");
+  if (found.in_panels && dtype == ScalarType::Float)
+    found.stored = stored == ScalarType::Half ? Stored::kHalf : Stored::kBFloat16, dtype = stored;
+  found.values = contiguous_data(name, weight, dtype);
+  return found;
 }
 
 // Weights of products, with their scales: none at all, or for each weight, empty for those that are no integers. The
@@ -132,8 +158,8 @@ Tensor skinny_gemm(const Tensor& given, const std::vector<Tensor>& weights, cons
   std::vector<int64_t> sizes_out;
   for (const Tensor& weight : weights) {
     check_weight(name, weight, -1, call.size);
-    sizes_out.push_back(weight.size(0));
-    call.size_out += weight.size(0);
+    sizes_out.push_back(size_out(weight));
+    call.size_out += size_out(weight);
   }
   const auto all = products(name, weights, all_scales, input.scalar_type());
   const Tensor output = empty_rows(input, call.size_out);
@@ -227,141 +253,81 @@ Tensor prefill_attention(const Tensor& query, const Tensor& key, const Tensor& v
   return output;
 }
 
-// hidden states (rows, width, D), norm (D); weights of queries, keys and values (heads * head_size, D), with biases or
-// none and, if integers, scales; norms of queries' and keys' heads (head_size), or none; cosines and sines (rows or 1, width,
-// head_size) -> (rows, heads + 2 * KV heads, width, head_size): queries, keys, values.
-Tensor qkv_rope(const Tensor& given, const Tensor& norm, double eps, const std::vector<Tensor>& weights,
-                const std::vector<Tensor>& biases, const std::vector<Tensor>& scales,
-                const std::vector<Tensor>& head_norms, double head_eps, const Tensor& given_cos, const Tensor& given_sin) {
-  const char* name = QkvRope::kName;
+// Decoder layers, one after the other: hidden states (rows, width, D), cosines and sines (rows or 1, width, head_size), mask
+// (rows or 1, 1, width, slots), bool or added to the scores, without which attention is causal -> (rows, width, D). The K/V
+// of the pass are stored in the slots before `end` of each layer's caches, (rows, KV heads, slots, head_size), and slots from
+// `end` on are not read. Of all layers in turn: weights of q, k, v, o, gate, up and down, and their scales, empty for those
+// that are no integers; norms before attention and before the MLP (D); biases of q, k, v and o, empty for none, or none at
+// all; norms of queries' and keys' heads (head_size), or none.
+Tensor decoder_layers(const Tensor& given, const Tensor& given_cos, const Tensor& given_sin,
+                      const std::optional<Tensor>& given_mask, const Tensor& filled, const std::vector<Tensor>& keys,
+                      const std::vector<Tensor>& values, const std::vector<Tensor>& weights, const std::vector<Tensor>& scales,
+                      const std::vector<Tensor>& norms, const std::vector<Tensor>& biases,
+                      const std::vector<Tensor>& head_norms, double eps, double mlp_eps, double head_eps, double scale) {
+  const char* name = DecoderLayers::kName;
   check_sizes(name, "input", given, {-1, -1, -1});
-  const Tensor input = in_order(given), cos = in_order(given_cos), sin = in_order(given_sin);
-  const ScalarType dtype = input.scalar_type();
-  QkvRope call{};
-  call.rows = input.size(0), call.width = input.size(1), call.size = input.size(2);
-  check_sizes(name, "norm", norm, {call.size});
+  const ScalarType dtype = given.scalar_type();
+  const Tensor output = torch::stable::new_empty(given, given.sizes()), cos = in_order(given_cos), sin = in_order(given_sin);
+  torch::stable::copy_(const_cast<Tensor&>(output), given);
+  DecoderLayers call{};
+  const size_t count = keys.size();
+  const auto is_list = [&](const std::vector<Tensor>& list, size_t each) { return list.size() == each * count; };
+  STD_TORCH_CHECK(count > 0 && is_list(values, 1) && is_list(weights, 7) && is_list(scales, 7) && is_list(norms, 2) &&
+                      (biases.empty() || is_list(biases, 4)) && (head_norms.empty() || is_list(head_norms, 2)),
+                  name, ": lists of the wrong length");
+  call.rows = given.size(0), call.width = given.size(1), call.size = given.size(2);
   check_sizes(name, "cosine", cos, {cos.dim() > 0 && cos.size(0) == 1 ? 1 : call.rows, call.width, -1});
   call.head_size = cos.size(2), call.has_row_angles = cos.size(0) > 1;
   check_sizes(name, "sine", sin, {cos.size(0), call.width, call.head_size});
   STD_TORCH_CHECK(call.head_size > 0 && call.head_size % 2 == 0, name, ": heads of odd size");
-  STD_TORCH_CHECK(weights.size() == 3 && (biases.empty() || biases.size() == 3), name, ": not three products");
+  check_sizes(name, "key cache", keys[0], {call.rows, -1, -1, call.head_size});
+  call.kv_heads = keys[0].size(1), call.all_slots = keys[0].size(2);
+  const int64_t end = call.slots = filled_slots(name, filled);
+  STD_TORCH_CHECK(end >= call.width && end <= call.all_slots, name, ": ", end, " slots");
   check_weight(name, weights[0], -1, call.size);
-  call.heads = weights[0].size(0) / call.head_size, call.kv_heads = weights[1].size(0) / call.head_size;
-  const int64_t sizes_out[] = {call.heads * call.head_size, call.kv_heads * call.head_size, call.kv_heads * call.head_size};
-  std::vector<const void*> bias_pointers, norm_pointers;
-  for (int i = 0; i < 3; ++i) {
-    check_weight(name, weights[i], sizes_out[i], call.size);
-    if (biases.empty()) continue;
-    check_sizes(name, "bias", biases[i], {sizes_out[i]});
-    bias_pointers.push_back(contiguous_data(name, biases[i], dtype));
-  }
-  for (const Tensor& one : head_norms) {
-    check_sizes(name, "norm of the heads", one, {call.head_size});
-    norm_pointers.push_back(contiguous_data(name, one, dtype));
-  }
-  STD_TORCH_CHECK(head_norms.empty() || head_norms.size() == 2, name, ": not two norms of heads");
+  call.heads = size_out(weights[0]) / call.head_size;
+  STD_TORCH_CHECK(call.kv_heads > 0 && call.heads > 0 && call.heads % call.kv_heads == 0, name, ": ", call.heads,
+                  " heads share ", call.kv_heads);
+  check_weight(name, weights[4], -1, call.size);
+  call.inner = size_out(weights[4]);
+  const int64_t projected = call.heads * call.head_size, kv = call.kv_heads * call.head_size;
+  const int64_t outs[] = {projected, kv, kv, call.size, call.inner, call.inner, call.size};
+  const int64_t ins[] = {call.size, call.size, call.size, projected, call.size, call.size, call.inner};
   const auto all = products(name, weights, scales, dtype);
-  const Tensor output =
-      torch::stable::new_empty(input, {call.rows, call.heads + 2 * call.kv_heads, call.width, call.head_size});
-  call.input = input.const_data_ptr(), call.norm = contiguous_data(name, norm, dtype);
-  call.weights = all.data();
-  call.biases = biases.empty() ? nullptr : bias_pointers.data();
-  call.head_norms = head_norms.empty() ? nullptr : norm_pointers.data();
-  call.cos = contiguous_data(name, cos, dtype), call.sin = contiguous_data(name, sin, dtype);
-  call.output = output.mutable_data_ptr(), call.eps = static_cast<float>(eps);
-  call.head_eps = static_cast<float>(head_eps);
-  run_for(dtype, call);
-  return output;
-}
-
-// hidden states (rows, width, D) before the layer, queries (rows, heads, width, head_size), K/V (rows, KV heads, slots,
-// head_size), mask (rows or 1, 1, width, slots), bool or added to the scores, without which attention is causal; slots
-// from `end` on are not read; norm (D); weights of o, gate, up and down, with scales if integers; bias of o (D), or none
-// -> (rows, width, D).
-Tensor attention_mlp(const Tensor& given, const Tensor& given_query, const Tensor& given_key, const Tensor& given_value,
-                     const std::optional<Tensor>& given_mask, const std::optional<Tensor>& end, double scale,
-                     const Tensor& norm, double eps, const std::vector<Tensor>& weights,
-                     const std::optional<Tensor>& given_bias, const std::vector<Tensor>& scales) {
-  const char* name = AttentionMlp::kName;
-  check_sizes(name, "input", given, {-1, -1, -1});
-  const Tensor input = in_order(given), query = in_order(given_query), key = in_order(given_key);
-  const Tensor value = in_order(given_value);
-  const ScalarType dtype = input.scalar_type();
-  AttentionMlp call{};
-  call.rows = input.size(0), call.width = input.size(1), call.size = input.size(2);
-  check_sizes(name, "query", query, {call.rows, -1, call.width, -1});
-  call.heads = query.size(1), call.head_size = query.size(3);
-  check_sizes(name, "key", key, {call.rows, -1, -1, call.head_size});
-  call.kv_heads = key.size(1), call.all_slots = key.size(2);
-  check_sizes(name, "value", value, {call.rows, call.kv_heads, call.all_slots, call.head_size});
-  STD_TORCH_CHECK(call.kv_heads > 0 && call.heads % call.kv_heads == 0, name, ": ", call.heads, " heads share ",
-                  call.kv_heads);
-  call.slots = end.has_value() ? filled_slots(name, *end) : call.all_slots;
-  STD_TORCH_CHECK(call.slots >= call.width && call.slots <= call.all_slots, name, ": ", call.slots, " slots");
-  STD_TORCH_CHECK(weights.size() == 4, name, ": not four products");
-  check_sizes(name, "norm", norm, {call.size});
-  check_weight(name, weights[0], call.size, call.heads * call.head_size);
-  check_weight(name, weights[1], -1, call.size);
-  call.inner = weights[1].size(0);
-  check_weight(name, weights[2], call.inner, call.size);
-  check_weight(name, weights[3], call.size, call.inner);
+  std::vector<DecoderLayer> layers(count);
+  for (size_t i = 0; i < count; ++i) {
+    DecoderLayer& layer = layers[i];
+    layer.weights = all.data() + 7 * i;
+    for (size_t j = 0; j < 7; ++j) check_weight(name, weights[7 * i + j], outs[j], ins[j]);
+    const auto vector = [&](const Tensor& tensor, int64_t size) {
+      check_sizes(name, "norm or bias", tensor, {size});
+      return contiguous_data(name, tensor, dtype);
+    };
+    layer.norm = vector(norms[2 * i], call.size), layer.mlp_norm = vector(norms[2 * i + 1], call.size);
+    for (size_t j = 0; j < 4 && !biases.empty(); ++j)
+      if (biases[4 * i + j].numel() > 0) layer.biases[j] = vector(biases[4 * i + j], outs[j]);
+    for (size_t j = 0; j < 2 && !head_norms.empty(); ++j) layer.head_norms[j] = vector(head_norms[2 * i + j], call.head_size);
+    for (const Tensor* cache : {&keys[i], &values[i]}) {
+      check_sizes(name, "cache", *cache, {call.rows, call.kv_heads, call.all_slots, call.head_size});
+      contiguous_data(name, *cache, dtype);
+    }
+    layer.keys = keys[i].mutable_data_ptr(), layer.values = values[i].mutable_data_ptr();
+  }
   std::optional<Tensor> mask;
   if (given_mask.has_value()) {
     mask = in_order(*given_mask);
-    check_sizes(name, "mask", *mask, {mask->dim() > 0 && mask->size(0) == 1 ? 1 : call.rows, 1, call.width, call.all_slots});
-    call.has_row_masks = mask->size(0) > 1;
+    check_sizes(name, "mask", *mask, {mask->dim() > 0 && mask->size(0) == 1 ? 1 : call.rows, 1, call.width, -1});
+    call.mask_slots = mask->size(3), call.has_row_masks = mask->size(0) > 1;
+    STD_TORCH_CHECK(call.mask_slots >= end, name, ": a mask for too few slots");
     if (mask->scalar_type() == ScalarType::Bool) call.may_attend = static_cast<const bool*>(mask->const_data_ptr());
     else call.mask = contiguous_data(name, *mask, dtype);
   }
-  const auto all = products(name, weights, scales, dtype);
-  const auto bias = contiguous_bias(name, given_bias, call.size);
-  const Tensor output = torch::stable::new_empty(input, input.sizes());
-  call.input = input.const_data_ptr(), call.query = contiguous_data(name, query, dtype);
-  call.key = contiguous_data(name, key, dtype), call.value = contiguous_data(name, value, dtype);
-  call.norm = contiguous_data(name, norm, dtype), call.bias = bias_data(name, bias, input);
-  call.weights = all.data();
-  call.output = output.mutable_data_ptr();
-  call.scale = static_cast<float>(scale), call.eps = static_cast<float>(eps);
+  call.states = output.mutable_data_ptr(), call.layers = layers.data(), call.count = static_cast<int64_t>(count);
+  call.cos = contiguous_data(name, cos, dtype), call.sin = contiguous_data(name, sin, dtype);
+  call.eps = static_cast<float>(eps), call.mlp_eps = static_cast<float>(mlp_eps);
+  call.head_eps = static_cast<float>(head_eps), call.scale = static_cast<float>(scale);
   run_for(dtype, call);
   return output;
-}
-
-// Store keys and values (rows, heads + 2 * KV heads, width, head_size), behind the queries in `given`, in the slots before
-// `end` of a static cache, (rows, KV heads, slots, head_size) each.
-void store(const char* name, const Tensor& given, int64_t end, const Tensor& keys, const Tensor& values) {
-  const int64_t rows = given.size(0), width = given.size(2), size = given.size(3), kv_heads = keys.size(1);
-  const int64_t slots = keys.size(2), bytes = static_cast<int64_t>(given.element_size()), heads = given.size(1);
-  STD_TORCH_CHECK(end >= width && end <= slots, name, ": ", end, " slots");
-  const auto* from = static_cast<const char*>(contiguous_data(name, given, keys.scalar_type()));
-  int64_t first = heads - 2 * kv_heads;
-  for (const Tensor* cache : {&keys, &values}) {
-    check_sizes(name, "cache", *cache, {rows, kv_heads, slots, size});
-    contiguous_data(name, *cache, given.scalar_type());
-    auto* to = static_cast<char*>(cache->mutable_data_ptr());
-    for (int64_t i = 0; i < rows * kv_heads; ++i) {
-      const char* head = from + (i / kv_heads * heads + first + i % kv_heads) * width * size * bytes;
-      std::copy(head, head + width * size * bytes, to + (i * slots + end - width) * size * bytes);
-    }
-    first += kv_heads;
-  }
-}
-
-// A whole layer on a static cache: qkv_rope, K/V stored in the last of the `end` filled slots, and attention_mlp. Arguments
-// are as of these two.
-Tensor decoder_layer(const Tensor& input, const Tensor& cos, const Tensor& sin, const Tensor& mask, const Tensor& end,
-                     const Tensor& keys, const Tensor& values, const Tensor& norm, double eps,
-                     const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
-                     const std::vector<Tensor>& scales, const std::vector<Tensor>& head_norms, double head_eps,
-                     double scale, const Tensor& mlp_norm, double mlp_eps, const std::vector<Tensor>& mlp_weights,
-                     const std::optional<Tensor>& bias, const std::vector<Tensor>& mlp_scales) {
-  const char* name = "decoder_layer";
-  check_sizes(name, "key cache", keys, {-1, -1, -1, -1});
-  const Tensor heads = qkv_rope(input, norm, eps, weights, biases, scales, head_norms, head_eps, cos, sin);
-  const int64_t queries = heads.size(1) - 2 * keys.size(1);
-  STD_TORCH_CHECK(queries == weights[0].size(0) / heads.size(3), name, ": the key cache is of the wrong size");
-  store(name, heads, filled_slots(name, end), keys, values);
-  const Tensor query = torch::stable::narrow(const_cast<Tensor&>(heads), 1, 0, queries);
-  return attention_mlp(input, query, keys, values, mask, end, scale, mlp_norm, mlp_eps, mlp_weights, bias, mlp_scales);
 }
 
 }  // namespace
@@ -371,14 +337,9 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   library.def("groupwise_gemm(Tensor input, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
   library.def("decode_attention(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor end, float scale) -> Tensor");
   library.def("prefill_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor");
-  library.def("qkv_rope(Tensor hidden_states, Tensor norm, float eps, Tensor[] weights, Tensor[] biases, Tensor[] scales, "
-              "Tensor[] head_norms, float head_eps, Tensor cos, Tensor sin) -> Tensor");
-  library.def("attention_mlp(Tensor hidden_states, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? end, "
-              "float scale, Tensor norm, float eps, Tensor[] weights, Tensor? bias, Tensor[] scales) -> Tensor");
-  library.def("decoder_layer(Tensor hidden_states, Tensor cos, Tensor sin, Tensor mask, Tensor end, Tensor(a!) keys, "
-              "Tensor(b!) values, Tensor norm, float eps, Tensor[] weights, Tensor[] biases, Tensor[] scales, "
-              "Tensor[] head_norms, float head_eps, float scale, Tensor mlp_norm, float mlp_eps, Tensor[] mlp_weights, "
-              "Tensor? bias, Tensor[] mlp_scales) -> Tensor");
+  library.def("decoder_layers(Tensor hidden_states, Tensor cos, Tensor sin, Tensor? mask, Tensor end, Tensor(a!)[] keys, "
+              "Tensor(b!)[] values, Tensor[] weights, Tensor[] scales, Tensor[] norms, Tensor[] biases, Tensor[] head_norms, "
+              "float eps, float mlp_eps, float head_eps, float scale) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
@@ -386,7 +347,5 @@ STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("groupwise_gemm", TORCH_BOX(&groupwise_gemm));
   library.impl("decode_attention", TORCH_BOX(&decode_attention));
   library.impl("prefill_attention", TORCH_BOX(&prefill_attention));
-  library.impl("qkv_rope", TORCH_BOX(&qkv_rope));
-  library.impl("attention_mlp", TORCH_BOX(&attention_mlp));
-  library.impl("decoder_layer", TORCH_BOX(&decoder_layer));
+  library.impl("decoder_layers", TORCH_BOX(&decoder_layers));
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "int4_weight.h"
+#include "panels.h"
 
 namespace {
 
@@ -18,19 +19,7 @@ constexpr int64_t kOuterBytes = 40960;    // bytes of the input beyond which rer
 constexpr int64_t kPanel = 96;            // maximum rows of weights in a panel, which all rows of the input use in turn
 constexpr int64_t kMaxRows = 256;         // rows of the input at a time, to bound the aligned copy of the input
 constexpr int64_t kMinWorkPerThread = 32768;  // multiply-adds; for fewer, synchronising another thread costs more
-
-// Without inlining the accumulators spill out of registers, which is several times slower.
-#if defined(__GNUC__)
-#define ALWAYS_INLINE __attribute__((always_inline))
-#else
-#define ALWAYS_INLINE
-#endif
-
-inline void prefetch(const void* address, int64_t distance = kPrefetchBytes) {
-#if defined(__GNUC__)
-  __builtin_prefetch(static_cast<const char*>(address) + distance);
-#endif
-}
+constexpr int64_t kWorkPerPart = 262144, kMaxParts = 16;  // of a thread's work, that threads take in turn
 
 // Arithmetic: upcast to float, or bfloat16 dot products (AVX512-BF16). `Kept` is the dtype of the input's copy.
 template <class Weight>
@@ -142,32 +131,6 @@ class Input {
   int64_t stride_;
 };
 
-// Horizontal sums of up to four registers, in an order that does not depend on kBlock.
-template <int kBlock>
-ALWAYS_INLINE inline void horizontal_sums(const Floats* sums, float* found) {
-#if defined(CPU_CAPABILITY_AVX512)
-  const auto halved = [](__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
-  };
-  constexpr int kLast = kBlock - 1;
-  const __m512 a = halved(sums[0], sums[std::min(1, kLast)]), b = halved(sums[std::min(2, kLast)], sums[kLast]);
-  __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
-  all = _mm512_add_ps(all, _mm512_shuffle_ps(all, all, 0x4E));
-  all = _mm512_add_ps(all, _mm512_shuffle_ps(all, all, 0xB1));
-  _mm_mask_storeu_ps(found, (1 << kBlock) - 1, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, all)));
-#elif defined(CPU_CAPABILITY_AVX2)
-  constexpr int kLast = kBlock - 1;
-  const __m256 a = _mm256_hadd_ps(sums[0], sums[std::min(1, kLast)]);
-  const __m256 all = _mm256_hadd_ps(a, _mm256_hadd_ps(sums[std::min(2, kLast)], sums[kLast]));
-  float four[4];
-  _mm_storeu_ps(four, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
-  std::copy(four, four + kBlock, found);
-#else
-  for (int n = 0; n < kBlock; ++n)
-    found[n] = at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return a + b; }, sums[n]);
-#endif
-}
-
 // Multiply kRows rows of the input, from `first` on, by kBlock consecutive rows of the weights.
 template <int kRows, int kBlock, bool kIsGrouped, class Weight>
 ALWAYS_INLINE inline void multiply(const Input<Weight>& x, int64_t first, const Split<Weight>& split, const Weight* w,
@@ -202,7 +165,7 @@ ALWAYS_INLINE inline void multiply(const Input<Weight>& x, int64_t first, const 
     for (int n = 0; n < kBlock; ++n, next += Split<Weight>::kLanes) {
       parts[n] = Lanes<Weight>::load(w + n * size + split.head + i * Split<Weight>::kLanes);
       if constexpr (kIsGrouped) parts[n] = at::vec::fmadd(parts[n], factors[n], zeros[n]);
-      if (first == 0) prefetch(next);
+      if (first == 0) prefetch(next, kPrefetchBytes);
     }
     add(parts);
   };
@@ -324,52 +287,82 @@ void multiply_rows(const Value* x, int64_t rows, const Weight* w, int64_t size, 
   }
 }
 
-// Multiply all rows of the input by `count` rows of one linear layer's weight (all, size), from `first` on.
-void multiply_by(const LinearWeight& weight, int64_t all, const Value* x, int64_t rows, int64_t size, int64_t first,
-                 const Value* bias, Value* y, int64_t size_out, int64_t count) {
-  const auto run_plain = [&](auto* values) {
+// Multiply all rows of the input by rows of a weight in panels.
+void multiply_by_panels(const RowsOfProduct& call, const Value* x, const Value* bias, Value* y) {
+  const LinearWeight& weight = *call.weight;
+  PanelScales scales{weight.scales, weight.groups, nullptr};
+  if (weight.scales != nullptr) scales.values += weight.has_zeros ? 2 * call.first * weight.groups : call.first;
+  const auto run = [&](auto panel, auto is_grouped) {
+    using Panel = decltype(panel);
+    const auto* w = static_cast<const char*>(weight.values) + call.first / kPanelRows * (call.size / Panel::kStep * Panel::kBytes);
+    multiply_all_panels<Panel, is_grouped.value>(x, call.rows, call.size, w, scales, bias, y, call.stride, call.count);
+  };
+  constexpr std::true_type kGrouped;
+  constexpr std::false_type kWhole;
+  if (weight.stored == Stored::kInt4) return run(Int4Panel(), kGrouped);
+  if (weight.stored == Stored::kInt8) return weight.has_zeros ? run(ColumnPanel<int8_t>(), kGrouped) : run(ColumnPanel<int8_t>(), kWhole);
+  if (weight.stored == Stored::kBFloat16 || (weight.stored == Stored::kValues && std::is_same_v<Value, at::BFloat16>))
+    return run(BFloat16Panel(), kWhole);
+  run(ColumnPanel<at::Half>(), kWhole);
+}
+
+// Multiply all rows of the input by rows of a weight, as it is stored.
+void multiply_by(const RowsOfProduct& call, const Value* x, const Value* bias, Value* y) {
+  const LinearWeight& weight = *call.weight;
+  const int64_t rows = call.rows, size = call.size, first = call.first, stride = call.stride, count = call.count;
+  if (weight.in_panels) return multiply_by_panels(call, x, bias, y);
+  const auto run_plain = [&](const auto* values) {
     using Weight = std::remove_const_t<std::remove_pointer_t<decltype(values)>>;
-    multiply_rows<Weight, false>(x, rows, values + first * size, size, Scales{}, bias, y, size_out, count);
+    multiply_rows<Weight, false>(x, rows, values + first * size, size, Scales{}, bias, y, stride, count);
   };
   if (weight.stored == Stored::kValues) return run_plain(static_cast<const Value*>(weight.values));
-  if constexpr (std::is_same_v<Value, float>) {
-    if (weight.stored == Stored::kBFloat16) return run_plain(static_cast<const at::BFloat16*>(weight.values));
-    if (weight.stored == Stored::kHalf) return run_plain(static_cast<const at::Half*>(weight.values));
-  }
   if (weight.stored == Stored::kInt4) {
     const auto* w = static_cast<const uint8_t*>(weight.values) + first * size / 2;
     const float* s = weight.scales + 2 * first;
-    multiply_int4_rows(x, rows, w, size, s, weight.groups, all, bias, y, size_out, count);
+    multiply_int4_rows(x, rows, w, size, s, weight.groups, call.all, bias, y, stride, count);
   } else {
     const auto* w = static_cast<const int8_t*>(weight.values) + first * size;
     const Scales scales = Scales{weight.scales, weight.groups, weight.has_zeros}.from(first);
     const bool is_grouped = weight.groups > 1 || weight.has_zeros;
     const auto run = is_grouped ? multiply_rows<int8_t, true> : multiply_rows<int8_t, false>;
-    run(x, rows, w, size, scales, bias, y, size_out, count);
+    run(x, rows, w, size, scales, bias, y, stride, count);
   }
 }
 
 }  // namespace
 
-// Threads split the concatenated rows of all weights.
+template <>
+void run<Value>(const RowsOfProduct& call) {
+  if (call.count == 0) return;
+  const auto *x = static_cast<const Value*>(call.input), *bias = static_cast<const Value*>(call.bias);
+  auto* y = static_cast<Value*>(call.output);
+  for (int64_t m = 0; m < call.rows; m += kMaxRows) {
+    RowsOfProduct some = call;
+    some.rows = std::min(kMaxRows, call.rows - m);
+    multiply_by(some, x + m * call.size, bias, y + m * call.stride);
+  }
+}
+
+// Threads take parts of the concatenated rows of all weights in turn, since one may be slower than another.
 template <>
 void run<Value>(const SkinnyGemm& call) {
-  const int64_t rows = call.rows, size = call.size, size_out = call.size_out;
-  const int64_t threads = std::min(call.threads, 1 + rows * size_out * size / kMinWorkPerThread);
-  const auto *x = static_cast<const Value*>(call.input), *b = static_cast<const Value*>(call.bias);
+  const int64_t rows = call.rows, size = call.size, size_out = call.size_out, work = rows * size_out * size;
+  const int64_t threads = std::min(call.threads, 1 + work / kMinWorkPerThread);
+  const int64_t parts = threads == 1 ? 1 : threads * std::clamp<int64_t>(work / threads / kWorkPerPart, 1, kMaxParts);
+  const auto* b = static_cast<const Value*>(call.bias);
   auto* y = static_cast<Value*>(call.output);
-  on_threads(threads, [&](int64_t thread) {
-    const int64_t start = size_out * thread / threads, end = size_out * (thread + 1) / threads;
-    int64_t first = 0;
-    for (int64_t i = 0; i < call.count; first += call.sizes_out[i++]) {
-      const int64_t all = call.sizes_out[i], unit = call.weights[i].stored == Stored::kInt4 ? kInt4Rows : 1;
-      const int64_t from = std::clamp<int64_t>(start - first, 0, all) / unit * unit;
-      const int64_t count = std::clamp<int64_t>(end - first, 0, all) / unit * unit - from;
-      if (count == 0) continue;
-      const Value* bias = b == nullptr ? b : b + first + from;
-      for (int64_t m = 0; m < rows; m += kMaxRows)
-        multiply_by(call.weights[i], all, x + m * size, std::min(kMaxRows, rows - m), size, from, bias,
-                    y + m * size_out + first + from, size_out, count);
+  std::atomic<int64_t> next{0};
+  on_threads(threads, [&](int64_t) {
+    for (int64_t part = next++; part < parts; part = next++) {
+      const int64_t start = size_out * part / parts, end = size_out * (part + 1) / parts;
+      int64_t first = 0;
+      for (int64_t i = 0; i < call.count; first += call.sizes_out[i++]) {
+        const int64_t all = call.sizes_out[i], unit = call.weights[i].unit();
+        const int64_t from = std::clamp<int64_t>(start - first, 0, all) / unit * unit;
+        const int64_t count = std::clamp<int64_t>(end - first, 0, all) / unit * unit - from;
+        run<Value>(RowsOfProduct{call.weights + i, call.input, b == nullptr ? b : b + first + from, y + first + from, all, rows,
+                                 size, from, count, size_out});
+      }
     }
   });
 }

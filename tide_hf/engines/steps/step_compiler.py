@@ -14,6 +14,7 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 from weakref import WeakValueDictionary
@@ -30,7 +31,7 @@ from ...depth.gates import LayerGate, input_state
 from ...depth.kv_cache import TracedCache, fill_skipped
 from ...kernels.compile_cache import compiling
 from ...kernels.cpu.cpp_kernels import precompiling_header
-from ...weights.fused_layers import FusedLayer
+from ...weights.fused_layers import FusedLayer, FusedStack
 from ..gqa_attention import filled_up_to
 from ..warm_up import WarmUp
 from .capture import Replay, restorer
@@ -85,6 +86,20 @@ class Region:
         _regions[self.number] = self
 
 
+class FusedRegion(Region):
+    """Layers that one call of a kernel runs; K/V of each, (rows, KV heads, slots, head_size)."""
+
+    def __init__(self, layers: list[FusedLayer], keys: list[Tensor], values: list[Tensor], like: Tensor) -> None:
+        stack = self.stack = FusedStack(layers)
+        super().__init__(partial(stack, keys, values), like)
+        self.keys, self.values = keys, values
+
+    def with_next(self, other: FusedRegion, like: Tensor) -> FusedRegion:
+        """These layers and those of another region, which read their output."""
+        layers = self.stack.layers + other.stack.layers
+        return FusedRegion(layers, self.keys + other.keys, self.values + other.values, like)
+
+
 # The op does not declare that it writes K/V, since declared mutations cost Inductor seconds per step. Layers cannot be
 # reordered, since each reads the previous layer's output, and `_trace` checks that no layer is eliminated.
 _ops = torch.library.Library("tide_hf", "FRAGMENT")
@@ -102,6 +117,9 @@ _ops.impl("layer", _run_region, "CompositeExplicitAutograd")
 def _fake_layer(inputs: list[Tensor], region: int) -> Tensor:
     found = _regions[region]
     return inputs[0].new_empty(found.shape, dtype=found.dtype)
+
+
+LAYER = torch.ops.tide_hf.layer.default
 
 
 class StepCompiler:
@@ -127,10 +145,10 @@ class StepCompiler:
             return gate.with_state(None, torch.ops.tide_hf.layer(taken, region.number))
         if inputs is not None:
             layer = kwargs[CACHE].layers[gate.layer_idx]
-            function = self._fused[gate.layer_idx].on_static_cache(layer.keys, layer.values)
-            state = function(*inputs)
+            region = FusedRegion([self._fused[gate.layer_idx]], [layer.keys], [layer.values], inputs[0])
+            state = region.function(*inputs)
             if self._regions is not None:
-                self._regions.append(Region(function, state))
+                self._regions.append(region)
             return gate.with_state(None, state)
         output = gate.native(*args, **kwargs)  # before tracing, so that weights are in their layouts
         if self._regions is not None:
@@ -152,7 +170,7 @@ class StepCompiler:
         return state
 
     def _inputs_of_kernels(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-        """The arguments of `FusedLayer.on_static_cache`; `None` if kernels do not run this layer."""
+        """The arguments of a [`FusedRegion`]; `None` if kernels do not run this layer."""
         fused = self._fused.get(gate.layer_idx)
         taken = fused.arguments_of(args, kwargs) if fused is not None else None
         if taken is None or taken[-1] is None:  # without a mask, the layer would attend to all slots
@@ -188,7 +206,7 @@ class StepCompiler:
                     reduce_products(graph, lifted)
                 quantized = layouts_of(call_kernels(graph, lifted), lifted)
                 constants = [*(tensor.detach() for tensor in lifted), *quantized_tensors(quantized)]
-                compiled = in_parts(graph, torch.ops.tide_hf.layer.default, self._compile)
+                compiled = in_parts(graph, LAYER, self._compile)
                 compiled(*constants)
         except COMPILE_ERRORS as error:
             restore()
@@ -216,9 +234,10 @@ class StepCompiler:
             graph = traced(function)
         finally:
             self._to_insert = None
-        used = [node for node in graph.graph.nodes if node.target is torch.ops.tide_hf.layer.default and node.users]
+        used = [node for node in graph.graph.nodes if node.target is LAYER and node.users]
         if len(used) < sum(region is not None for region in regions):
             raise RuntimeError("a layer's output is not used")
+        _join_layers(graph, regions)
         return graph
 
     def _region_of(
@@ -246,6 +265,25 @@ class StepCompiler:
             return state
 
         return Region(function, like)
+
+
+def _join_layers(graph: fx.GraphModule, regions: list[Region | None]) -> None:
+    """Run layers whose states nothing else reads in one call; the regions of these calls are added to `regions`."""
+    for node in [node for node in graph.graph.nodes if node.target is LAYER]:
+        inputs: Any = node.args[0]
+        before, region = inputs[0], _regions[node.args[1]]
+        if before.target is not LAYER or len(before.users) > 1 or before.args[0][1:] != inputs[1:]:
+            continue
+        first = _regions[before.args[1]]
+        if not isinstance(first, FusedRegion) or not isinstance(region, FusedRegion):
+            continue
+        if not first.stack.layers[-1].is_like(region.stack.layers[0]):
+            continue
+        joined = first.with_next(region, torch.empty(region.shape, dtype=region.dtype, device="meta"))
+        regions.append(joined)
+        node.args = (before.args[0], joined.number)
+        graph.graph.erase_node(before)
+    graph.recompile()
 
 
 def _inputs_of_step(arguments: LayerArguments, gate: LayerGate) -> list[Tensor]:

@@ -12,24 +12,20 @@ from ._ops import ops
 
 if hasattr(ops, "skinny_gemm"):  # this build's library is for CPUs
     from .cpu import (
-        attention_mlp,
-        decode_attention,
-        decoder_layer,
+            decode_attention,
+        decoder_layers,
         groupwise_gemm,
         implementations,
         prefill_attention,
-        qkv_rope,
-        skinny_gemm,
+            skinny_gemm,
     )
 
     __all__ = [
-        "attention_mlp",
         "decode_attention",
-        "decoder_layer",
+        "decoder_layers",
         "groupwise_gemm",
         "implementations",
         "prefill_attention",
-        "qkv_rope",
         "skinny_gemm",
     ]
 else:

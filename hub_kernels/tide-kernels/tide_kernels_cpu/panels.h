@@ -1,0 +1,265 @@
+// Products with weights in panels of 16 rows (`LinearWeight` in arguments.h), for few rows of the input. A register holds
+// the same column of as many rows of the weights as it has lanes, so no sum is horizontal, and several panels at a time
+// hide the latency of multiply-adds. Each lane sums one row of the weights, column after column, so no sum depends on the
+// number of rows of the input. See vectorized.h for `Value`.
+#pragma once
+
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "vectorized.h"
+
+namespace {
+
+constexpr int kPerPanel = kPanelRows / Floats::size();  // registers of a panel's sums
+
+#if defined(__AVX512BF16__) && defined(CPU_CAPABILITY_AVX512)
+constexpr bool kHasDot = std::is_same_v<Value, at::BFloat16>;  // multiply-adds of pairs of bfloat16
+#else
+constexpr bool kHasDot = false;
+#endif
+
+// What each kind of weight stores for `kStep` columns of a panel, in `kBytes`, and how register `v` of the panel's rows is
+// read: `load` takes all its columns, and `at` gives one of them.
+struct BFloat16Panel {  // pairs of columns: (column / 2, row, 2)
+  static constexpr int kStep = 2, kBytes = 64;
+#if defined(CPU_CAPABILITY_AVX512)
+  using Part = __m512i;
+  static Part load(const char* w, int) { return _mm512_loadu_si512(w); }
+  static Floats at(Part part, int k) {
+    return _mm512_castsi512_ps(k == 0 ? _mm512_slli_epi32(part, 16) : _mm512_and_si512(part, _mm512_set1_epi32(-65536)));
+  }
+#elif defined(CPU_CAPABILITY_AVX2)
+  using Part = __m256i;
+  static Part load(const char* w, int v) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w) + v); }
+  static Floats at(Part part, int k) {
+    return _mm256_castsi256_ps(k == 0 ? _mm256_slli_epi32(part, 16) : _mm256_and_si256(part, _mm256_set1_epi32(-65536)));
+  }
+#else
+  using Part = const at::BFloat16*;
+  static Part load(const char* w, int v) { return reinterpret_cast<Part>(w) + 2 * v * Floats::size(); }
+  static Floats at(Part part, int k) {
+    float found[Floats::size()];
+    for (int i = 0; i < Floats::size(); ++i) found[i] = static_cast<float>(part[2 * i + k]);
+    return Floats::loadu(found);
+  }
+#endif
+};
+
+template <class Stored>  // at::Half or int8_t: (column, row)
+struct ColumnPanel {
+  static constexpr int kStep = 1, kBytes = kPanelRows * sizeof(Stored);
+  using Part = const Stored*;
+  static Part load(const char* w, int v) { return reinterpret_cast<Part>(w) + v * Floats::size(); }
+  static Floats at(Part part, int) { return to_floats(part); }
+};
+
+struct Int4Panel {  // from 0 to 15: (column / 8, row, 8), the first column in the lowest bits
+  static constexpr int kStep = 8, kBytes = 64;
+#if defined(CPU_CAPABILITY_AVX512)
+  using Part = __m512i;
+  static Part load(const char* w, int) { return _mm512_loadu_si512(w); }
+  static Floats at(Part part, int k) {
+    const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(part, 4 * k), values);  // which reads the lowest four bits
+  }
+#elif defined(CPU_CAPABILITY_AVX2)
+  using Part = __m256i;
+  static Part load(const char* w, int v) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w) + v); }
+  static Floats at(Part part, int k) {
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(part, 4 * k), _mm256_set1_epi32(15)));
+  }
+#else
+  using Part = const uint8_t*;
+  static Part load(const char* w, int v) { return reinterpret_cast<Part>(w) + 4 * v * Floats::size(); }
+  static Floats at(Part part, int k) {
+    float found[Floats::size()];
+    for (int i = 0; i < Floats::size(); ++i) found[i] = part[4 * i + k / 2] >> k % 2 * 4 & 15;
+    return Floats::loadu(found);
+  }
+#endif
+};
+
+// As many panels at a time, for a number of rows of the input, as have registers for their sums.
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int kPanelTile = 8;  // rows of the input at a time
+constexpr int panels_at_once(int rows) { return rows <= 2 ? 8 : rows <= 6 ? 4 : 3; }
+#else
+constexpr int kPanelTile = 6;
+constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+#endif
+constexpr int64_t kSummedColumns = 256;  // of weights without groups, whose sum is rounded before that of the next is added
+constexpr int64_t kPanelAhead = 512;  // bytes of each panel that are prefetched
+
+// Rows of the input as the products read them: floats, or pairs of bfloat16 for dot products.
+template <class Panel>
+constexpr bool kIsDot = kHasDot && std::is_same_v<Panel, BFloat16Panel>;
+template <class Panel>
+using PanelInput = std::conditional_t<kIsDot<Panel>, at::BFloat16, float>;
+
+// Scales of panels of integers: 16 for a panel or, in groups, 16 and 16 zeros for each group; and for each row of the
+// input the sums of its groups, which zeros are multiplied by.
+struct PanelScales {
+  const float* values;
+  int64_t groups;
+  const float* sums;
+};
+
+// Multiply kRows rows of the input (kRows, size) by kPanels panels; found (kRows, kPanels * kPanelRows).
+template <class Panel, bool kIsGrouped, int kRows, int kPanels>
+ALWAYS_INLINE inline void multiply_panels(const PanelInput<Panel>* x, int64_t size, const char* w, const PanelScales& scales,
+                                          float* found) {
+  constexpr int kRegisters = kPanels * kPerPanel;
+  const int64_t stride = size / Panel::kStep * Panel::kBytes;  // of panels
+  Floats sums[kRows][kRegisters];
+#pragma GCC unroll 8
+  for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 16
+    for (int r = 0; r < kRegisters; ++r) sums[m][r] = Floats(0.0f);
+  std::fill(found, found + kRows * kPanels * kPanelRows, 0.0f);
+  const int64_t group = kIsGrouped ? size / scales.groups : kSummedColumns;
+  for (int64_t start = 0, g = 0; start < size; start += group, ++g) {
+    const int64_t end = std::min(start + group, size);
+    for (int64_t k = start; k < end; k += Panel::kStep, w += Panel::kBytes) {
+      typename Panel::Part parts[kRegisters];
+#pragma GCC unroll 16
+      for (int r = 0; r < kRegisters; ++r) {
+        parts[r] = Panel::load(w + r / kPerPanel * stride, r % kPerPanel);
+        if (r % kPerPanel == 0) prefetch(w + r * stride, kPanelAhead);
+      }
+#if defined(__AVX512BF16__) && defined(CPU_CAPABILITY_AVX512)
+      if constexpr (kIsDot<Panel>) {
+#pragma GCC unroll 8
+        for (int m = 0; m < kRows; ++m) {
+          int pair;
+          std::memcpy(&pair, x + m * size + k, sizeof(pair));
+#pragma GCC unroll 16
+          for (int r = 0; r < kRegisters; ++r)
+            sums[m][r] = _mm512_dpbf16_ps(sums[m][r], (__m512bh)parts[r], (__m512bh)_mm512_set1_epi32(pair));
+        }
+        continue;
+      }
+#endif
+      if constexpr (!kIsDot<Panel>) {
+#pragma GCC unroll 8
+        for (int i = 0; i < Panel::kStep; ++i) {
+          Floats weights[kRegisters];
+#pragma GCC unroll 16
+          for (int r = 0; r < kRegisters; ++r) weights[r] = Panel::at(parts[r], i);
+#pragma GCC unroll 8
+          for (int m = 0; m < kRows; ++m) {
+            const Floats value(x[m * size + k + i]);
+#pragma GCC unroll 16
+            for (int r = 0; r < kRegisters; ++r) sums[m][r] = at::vec::fmadd(weights[r], value, sums[m][r]);
+          }
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRegisters; ++r) {
+      const float* of = scales.values;
+      if constexpr (kIsGrouped) of += (r / kPerPanel * scales.groups + g) * 2 * kPanelRows + r % kPerPanel * Floats::size();
+      else if (of != nullptr) of = end == size ? of + r * Floats::size() : nullptr;
+#pragma GCC unroll 8
+      for (int m = 0; m < kRows; ++m) {
+        float* to = found + (m * kRegisters + r) * Floats::size();
+        Floats sum = Floats::loadu(to);
+        if constexpr (kIsGrouped) {
+          sum = at::vec::fmadd(Floats(scales.sums[m * scales.groups + g]), Floats::loadu(of + kPanelRows), sum);
+          sum = at::vec::fmadd(sums[m][r], Floats::loadu(of), sum);
+        } else {
+          sum = sum + sums[m][r];
+          if (of != nullptr) sum = sum * Floats::loadu(of);
+        }
+        sum.store(to);
+        sums[m][r] = Floats(0.0f);
+      }
+    }
+  }
+}
+
+// Multiply kRows rows of the input by kPanels panels; y (kRows, size_out).
+template <class Panel, bool kIsGrouped, int kRows, int kPanels>
+void multiply_tile(const PanelInput<Panel>* x, int64_t size, const char* w, const PanelScales& scales, const Value* bias, Value* y,
+                   int64_t size_out) {
+  constexpr int kCount = kPanels * kPanelRows;
+  float found[kRows * kCount];
+  multiply_panels<Panel, kIsGrouped, kRows, kPanels>(x, size, w, scales, found);
+  for (int m = 0; m < kRows; ++m) {
+    float* row = found + m * kCount;
+    if (bias != nullptr)
+      for (int i = 0; i < kCount; ++i) row[i] += static_cast<float>(bias[i]);
+    at::vec::convert(row, y + m * size_out, kCount);
+  }
+}
+
+template <class Panel, bool kIsGrouped, int kRows, int... kPanels>
+constexpr auto tiles_by_panels(std::integer_sequence<int, kPanels...>) {
+  return std::array{multiply_tile<Panel, kIsGrouped, kRows, kPanels + 1>...};
+}
+
+// Multiply kRows rows of the input by `panels` panels, in equal parts that fit into registers.
+template <class Panel, bool kIsGrouped, int kRows>
+void multiply_rows_by_panels(const PanelInput<Panel>* x, int64_t size, const char* w, PanelScales scales, const Value* bias,
+                             Value* y, int64_t size_out, int64_t panels) {
+  constexpr int kAtOnce = panels_at_once(kRows);
+  static constexpr auto kByPanels =
+      tiles_by_panels<Panel, kIsGrouped, kRows>(std::make_integer_sequence<int, kAtOnce>());
+  const int64_t parts = (panels + kAtOnce - 1) / kAtOnce;
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t count = panels * (part + 1) / parts - panels * part / parts, rows = count * kPanelRows;
+    kByPanels[count - 1](x, size, w, scales, bias, y, size_out);
+    w += count * (size / Panel::kStep * Panel::kBytes), y += rows;
+    if (bias != nullptr) bias += rows;
+    if (scales.values != nullptr) scales.values += kIsGrouped ? 2 * rows * scales.groups : rows;
+  }
+}
+
+template <class Panel, bool kIsGrouped, int... kRows>
+constexpr auto panels_by_rows(std::integer_sequence<int, kRows...>) {
+  return std::array{multiply_rows_by_panels<Panel, kIsGrouped, kRows + 1>...};
+}
+
+constexpr int64_t kPanelBytes = 262144;  // of weights that stay in a core's L2 cache while all rows of the input use them
+
+// Multiply all rows of the input by `count` rows of the weights, whole panels; y (rows, size_out).
+template <class Panel, bool kIsGrouped>
+void multiply_all_panels(const Value* given, int64_t rows, int64_t size, const char* w, PanelScales scales, const Value* bias,
+                         Value* y, int64_t size_out, int64_t count) {
+  static constexpr auto kByRows = panels_by_rows<Panel, kIsGrouped>(std::make_integer_sequence<int, kPanelTile>());
+  using Input = PanelInput<Panel>;
+  const auto* x = reinterpret_cast<const Input*>(given);
+  if constexpr (!std::is_same_v<Value, Input>) {
+    thread_local std::vector<Input> floats;
+    floats.resize(rows * size);
+    at::vec::convert(given, floats.data(), rows * size);
+    x = floats.data();
+  }
+  if constexpr (kIsGrouped) {
+    thread_local std::vector<float> sums;
+    sums.resize(rows * scales.groups);
+    const int64_t group = size / scales.groups;
+    for (int64_t i = 0; i < rows * scales.groups; ++i) {
+      Floats sum(0.0f);
+      for (int64_t k = 0; k < group; k += Floats::size()) sum = sum + Floats::loadu(x + i * group + k);
+      sums[i] = total(sum);
+    }
+    scales.sums = sums.data();
+  }
+  const int64_t bytes = size / Panel::kStep * Panel::kBytes, tiles = (rows + kPanelTile - 1) / kPanelTile;
+  const int64_t all = count / kPanelRows, some = tiles == 1 ? all : std::clamp<int64_t>(kPanelBytes / bytes, 4, 24) / 4 * 4;
+  for (int64_t p = 0; p < all; p += some) {
+    const int64_t panels = std::min(some, all - p), n = p * kPanelRows;
+    PanelScales own = scales;
+    if (own.values != nullptr) own.values += kIsGrouped ? 2 * n * scales.groups : n;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t m = rows * tile / tiles, part = rows * (tile + 1) / tiles - m;
+      own.sums = kIsGrouped ? scales.sums + m * scales.groups : nullptr;
+      kByRows[part - 1](x + m * size, size, w + p * bytes, own, bias == nullptr ? bias : bias + n, y + m * size_out + n, size_out,
+                        panels);
+    }
+  }
+}
+
+}  // namespace

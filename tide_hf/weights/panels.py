@@ -1,0 +1,44 @@
+"""Weights in panels of 16 rows, which the kernels read at the speed of memory (`panels.h` of the kernels).
+
+A panel holds the same columns of its rows next to each other, so one register multiplies 16 rows of the weight by one
+value of the input.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+PANEL_ROWS = 16
+INT4_COLUMNS = 8  # of a row, in 4 bytes next to each other
+
+
+def in_panels(weight: Tensor) -> Tensor:
+    """Rearrange a weight (out, in) in half precision or int8 to (out / 16, in / n, 16, n), the last panel padded.
+
+    n is 2 for bfloat16, whose `in` has to be even, and 1 for the others.
+    """
+    together = 2 if weight.dtype is torch.bfloat16 else 1
+    return _panels_of(weight, together)
+
+
+def int4_in_panels(integers: Tensor) -> Tensor:
+    """Pack integers (out, in) from 0 to 15 into panels, (out / 16, in / 8, 16, 4) uint8."""
+    integers = integers.to(torch.uint8)
+    return _panels_of(integers[:, ::2] | integers[:, 1::2] << 4, INT4_COLUMNS // 2)
+
+
+def scales_in_panels(scales: Tensor, zeros: Tensor) -> Tensor:
+    """Rearrange scales and zeros (out, groups) of groups of integers to (out / 16, groups, 2, 16)."""
+    both = _padded(torch.stack([scales, zeros], dim=-1).float())
+    return both.view(-1, PANEL_ROWS, *both.shape[1:]).permute(0, 2, 3, 1).contiguous()
+
+
+def _panels_of(weight: Tensor, together: int) -> Tensor:
+    padded = _padded(weight)
+    return padded.view(-1, PANEL_ROWS, padded.shape[1] // together, together).permute(0, 2, 1, 3).contiguous()
+
+
+def _padded(weight: Tensor) -> Tensor:
+    return pad(weight.contiguous(), (0, 0) * (weight.dim() - 1) + (0, -len(weight) % PANEL_ROWS))
