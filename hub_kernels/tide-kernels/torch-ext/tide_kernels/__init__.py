@@ -12,12 +12,12 @@ from ._ops import ops
 
 if hasattr(ops, "skinny_gemm"):  # this build's library is for CPUs
     from .cpu import (
-            decode_attention,
+        decode_attention,
         decoder_layers,
         groupwise_gemm,
         implementations,
         prefill_attention,
-            skinny_gemm,
+        skinny_gemm,
     )
 
     __all__ = [
