@@ -194,7 +194,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             if chosen.mode != "self_speculative" or chosen.strict:
                 raise
             attachment.note_fallback(error)
-        attachment.needs_same_length = check_widths(model, structure, needs_logits=loaded is not None)
+        passes = check_widths(model, structure, needs_logits=loaded is not None)
+        attachment.needs_same_length, attachment.takes_trees = passes
         if loaded is not None:
             loaded.place(device, model.dtype)
         cls.detach(model)

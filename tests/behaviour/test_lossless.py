@@ -16,9 +16,11 @@ from families import ATTENTION, SDPA, slow_but, tiny_model
 from on_steps import ATTACH, FEW, NEW, OPTIONS, WINDOWED, linear_heads, new_tokens, prompts
 from transformers import LogitsProcessor
 
-DRAFTERS = ("none", "right", "wrong", "random", "mixed", "exit heads", "draft head")
+DRAFTERS = ("none", "right", "wrong", "random", "mixed", "trees", "exit heads", "draft head")
 DECODING = {"greedy": {}, "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20}}
 WIDTH = 3  # tokens per draft
+TREE_WIDTH = 12  # nodes per tree
+CHAINS = ("bloom",)  # families that take no trees, since ALiBi counts slots
 TRACED_BY_DEFAULT = (*(family for family in FEW if family != "falcon"), "llama4_text", "qwen2_5_vl")
 
 
@@ -48,6 +50,9 @@ def cases(engine):
         yield from (("llama", drafter, 1, first), ("llama", drafter, 3, second))
     yield from ((family, "exit heads", 1) for family in ATTENTION)
     yield from ((family, "mixed", 3) for family in (ATTENTION if engine == "eager" else (*FEW, *WINDOWED)))
+    trees = ATTENTION if engine == "eager" else (*FEW, *WINDOWED)
+    yield from ((family, "trees", rows) for family in trees for rows in (1, 3))
+    yield from ((family, "trees", 3, "greedy", "eager") for family in SDPA if engine == "eager")
     yield from ((family, "draft head", 1) for family in (*FEW, "mistral") if family != "opt")
     yield from (("bloom", drafter, 3) for drafter in ("exit heads", "draft head"))
 
@@ -103,7 +108,9 @@ def check(case):
     elif case.drafter == "none":
         use_drafter(model, "right", new_tokens(expected), width=0)
     else:
-        use_drafter(model, case.drafter, new_tokens(expected), WIDTH)
+        use_drafter(model, case.drafter, new_tokens(expected), TREE_WIDTH if case.drafter == "trees" else WIDTH)
+    if case.drafter == "trees":  # by a probe, which has to find them right as well
+        assert model._tide.takes_trees == (case.family not in CHAINS)
     assert torch.equal(generate(model, case.rows, case.decoding), expected)
     check_acceptance(model.last_exit_stats, case)
     check_engine(model.last_exit_stats, case, steps, replays_before)
@@ -122,7 +129,7 @@ def check_acceptance(stats, case):
         assert stats.rounds == case.rows * -(-(NEW - 1) // (WIDTH + 1))
     elif case.drafter == "wrong":
         assert (stats.accepted, stats.rounds) == (0, case.rows * (NEW - 1))
-    elif case.drafter == "mixed":
+    elif case.drafter in ("mixed", "trees"):
         assert 0 < stats.accepted < stats.drafted
 
 

@@ -16,6 +16,7 @@ from ..routers.draft_head import Attention, DraftHead, attend
 from ..routers.routers import TIDERouters
 from .gates import ExecuteLayer, LayerGate, LayerRun, input_state, on_device
 from .kv_cache import crop
+from .masks import current_tree
 
 STATE_ATTRIBUTE = "_tide_head"  # of a returned cache, holding a `HeadState`
 MAX_PENDING_TOKENS = 64  # bounds the memory of tapped states whose K/V are not filled yet
@@ -133,22 +134,22 @@ class HeadRun(LayerRun):
         """Passes whose K/V the head has yet to fill."""
         return len(self._pending)
 
-    def commit(self, accepted: list[int]) -> None:
-        """After a verify pass, continue from the first `accepted[row]` of its tokens."""
+    def commit(self, kept: list[list[int]]) -> None:
+        """After a verify pass, continue from those of its tokens, by index, that each row has kept."""
         self.draft_hidden_state = None
         if self.is_lazy:
             last = self._pending[-1]
-            last.embeddings, last.tapped = last.embeddings[:, : accepted[0]], last.tapped[:, : accepted[0]]
+            last.embeddings, last.tapped = last.embeddings[:, kept[0]], last.tapped[:, kept[0]]
             if sum(one.embeddings.shape[1] for one in self._pending) > MAX_PENDING_TOKENS:
                 self._fill()
         elif self.last_hidden_states is not None:
-            self.continue_from(self.last_hidden_states, accepted)
+            self.continue_from(self.last_hidden_states, [slots[-1] if slots else 0 for slots in kept])
 
-    def continue_from(self, last_hidden_states: Tensor, accepted: list[int]) -> None:
-        """Continue from the first `accepted[row]` tokens of a pass with these fused states, (rows, width, D)."""
-        rows = torch.arange(len(accepted), device=last_hidden_states.device)
-        last = torch.tensor(accepted, device=last_hidden_states.device) - 1
-        self.prev_hidden_state = last_hidden_states[rows, last.clamp(min=0)][:, None]
+    def continue_from(self, last_hidden_states: Tensor, last: list[int]) -> None:
+        """Continue from each row's token, by index, of a pass with these fused states, (rows, width, D)."""
+        rows = torch.arange(len(last), device=last_hidden_states.device)
+        index = torch.tensor(last, device=last_hidden_states.device)
+        self.prev_hidden_state = last_hidden_states[rows, index][:, None]
 
     def select(self, index: Tensor) -> None:
         """Drop all rows but these."""
@@ -213,6 +214,10 @@ class HeadRun(LayerRun):
         previous = torch.cat([before.to(fused), fused[:, :-1]], dim=1)
         width, embeddings = embeddings.shape[1], embeddings.to(fused.device, fused.dtype)
         positions = positions_of(self.mask, self._next_slots(width)).to(fused.device)
+        if (tree := current_tree()) is not None:
+            after = (tree.parents + 1)[..., None].to(fused.device).expand(-1, -1, fused.shape[-1])
+            previous = torch.cat([before.to(fused), fused], dim=1).gather(1, after)
+            positions = positions[:, :1] + tree.depths.to(fused.device)
         self.head.store(embeddings, previous, positions, self.kv)
         self.last_hidden_states, self.prev_hidden_state = fused, fused[:, -1:]
 

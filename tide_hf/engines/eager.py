@@ -11,12 +11,29 @@ import torch
 from torch import Tensor
 
 from ..base_model.inputs import next_token_types, without_router_loss
-from ..base_model.structure import CACHE, bounds_positions, has_windows, last_position, may_replace_cache
+from ..base_model.structure import (
+    CACHE,
+    bounds_positions,
+    has_windows,
+    last_position,
+    may_replace_cache,
+    uses_slot_positions,
+)
 from ..base_model.unembed import DraftUnembed, greedy_tokens
 from ..common.choices import EAGER
 from ..depth.gates import ExecuteLayer, FixedDepthRun, LayerRun, active, on_device
 from ..depth.head_drafting import HeadRun, head_run
-from ..depth.kv_cache import CacheSlots, add_layers, crop, last_slot, order_prefetch, start_recording, stop_recording
+from ..depth.kv_cache import (
+    MOVABLE,
+    CacheSlots,
+    add_layers,
+    crop,
+    last_slot,
+    order_prefetch,
+    start_recording,
+    stop_recording,
+)
+from ..depth.masks import TREE_ATTENTION, PassTree, current_tree, reading_tree
 from ..kernels.cpu.cpp_kernels import are_ready
 from ..speculation.attachment import Attachment
 from ..speculation.call import Call
@@ -134,12 +151,28 @@ class EagerEngine:
             ahead = 0 if positions is None else max(0, int(positions.max()) + 1 - length)
             self.last_slot = min(most - ahead, self.last_slot or most)
         self.last_tokens: list[int] = []  # each row's last token, the next pass's input
+        self.takes_trees = self._takes_trees(config)
         self._width = 0  # of the last verify pass; 0 after prefill
         self._drafted: list[int] = []  # exit layer of each token that draft steps have read since the last pass
         self._head_steps, self._draft_layers = 0, 0
         self._draft_unembed: DraftUnembed | None = None
         ranks = ranks_of(model)
         self._clock = RoundClock(self.costs_of, ranks.agree if ranks.many else float)
+
+    def _takes_trees(self, config: Any) -> bool:
+        """Whether passes can verify trees: positions and masks are passed, and the cache holds nothing but K/V."""
+        attention = config._attn_implementation
+        obstacles = {
+            f"its {attention!r} attention": attention not in TREE_ATTENTION,
+            "its positions, or masks of its own": not self.attachment.takes_trees or self.positions is None,
+            "a cache of this kind": self.slots.cache.offloading
+            or any(type(layer) not in MOVABLE for layer in self.slots.cache.layers),
+            "attention that counts slots": uses_slot_positions(config, self.call.generation_config.max_length),
+        }
+        found = [reason for reason, holds in obstacles.items() if holds]
+        if found:
+            self.attachment.note_chains(found[0])
+        return not found
 
     @property
     def layers_executed(self) -> int:
@@ -232,22 +265,29 @@ class EagerEngine:
         """Run one full-depth pass over each row's last token and draft; see `Engine.verify`."""
         self._forget_drafts()
         self._clock.begin()
-        chains = [draft.chain() for draft in drafts]
-        tokens = [[last, *chain.tokens] for last, chain in zip(self.last_tokens, chains, strict=True)]
+        if not self.takes_trees:
+            drafts = [draft.chain() for draft in drafts]
+        tokens = [[last, *draft.tokens] for last, draft in zip(self.last_tokens, drafts, strict=True)]
         self._width = width = max(map(len, tokens))
         # Shorter drafts are padded; the logits of the padding are not read.
         inputs = self._upload([row + row[-1:] * (width - len(row)) for row in tokens])
-        return EagerPass(chains, inputs, self._forward(inputs).logits, [self.run.num_layers] * len(chains))
+        tree = None
+        if not all(draft.is_chain for draft in drafts):
+            tree = PassTree.of([draft.parents(width) for draft in drafts], inputs.device)
+        with reading_tree(tree):
+            logits = self._forward(inputs).logits
+        return EagerPass(drafts, inputs, logits, [self.run.num_layers] * len(drafts))
 
     def commit(self, accepted: list[Accepted]) -> None:
         """Keep the K/V of the accepted tokens of the last pass; see `Engine.commit`."""
         self.last_tokens = last_tokens(self.last_tokens, accepted)
         if not self._width:  # all K/V of the prompt stay
             return
-        counts = [len(one.tokens) for one in accepted]
-        self.slots.commit(self._width, counts)
+        kept = [one.kept for one in accepted]
+        counts = list(map(len, kept))
+        self.slots.commit(self._width, kept)
         if self.head is not None:
-            self.head.commit(counts)
+            self.head.commit(kept)
         if self.positions is not None:
             self.positions += self.positions.new_tensor(counts)
         self._clock.end_round(self._width, len(counts))
@@ -277,8 +317,8 @@ class EagerEngine:
         kwargs = {**self.model_kwargs, CACHE: self.slots.cache}
         kwargs["attention_mask"] = self.slots.mask_for(start + width)
         if self.positions is not None:
-            steps = torch.arange(start, start + width, device=self.positions.device)
-            positions = self.positions[..., None] + steps
+            tree, steps = current_tree(), torch.arange(start, start + width, device=self.positions.device)
+            positions = self.positions[..., None] + (steps if tree is None else tree.depths.to(steps.device))
             if self.highest_position is not None:  # padding of shorter drafts, and stopped rows, may lie beyond
                 positions = positions.clamp(max=self.highest_position)
             kwargs["position_ids"] = positions

@@ -87,7 +87,7 @@ class StaticEngine:
         self, eager: EagerEngine, steps: StepStore, exits: ExitPasses | None, rows: StepRows, kind: BufferKind
     ) -> None:
         self.eager, self.steps, self.exits, self.rows, self._kind = eager, steps, exits, rows, kind
-        self.name, self.reads_drafts = eager.name, steps.reads_drafts
+        self.name, self.reads_drafts, self.takes_trees = eager.name, steps.reads_drafts, False
         cache, mask, length = eager.slots.cache, eager.slots.mask, eager.slots.length
         self.buffers: StepBuffers = steps.buffers(cache, len(rows.own), self._slots_needed(length), kind)
         rows.move(self.buffers.rows)
@@ -235,7 +235,7 @@ class StaticEngine:
             return
         if self.exits is not None:
             self.exits.commit(self.last_tokens)
-        self._slots.commit(self._width, self.rows.to_rows([len(one.tokens) for one in accepted]))
+        self._slots.commit(self._width, self.rows.to_rows([one.kept for one in accepted]))
         self._clock.end_round(self._width, len(accepted), is_full=self.exits is None)
 
     def select(self, rows: list[int]) -> None:
@@ -258,7 +258,8 @@ class StaticEngine:
             self._slots.compact()
             copy_back(self.buffers.cache, eager.slots.cache, self._slots.length)
             if eager.head is not None and self.rows.accepted is not None:
-                eager.head.continue_from(self.buffers.last_hidden_states, self.rows.accepted)
+                last = [max(0, count - 1) for count in self.rows.accepted]
+                eager.head.continue_from(self.buffers.last_hidden_states, last)
         return eager.finish(compact)
 
     def upload(self, ids: list[list[int]], back: int = 0) -> None:

@@ -46,6 +46,7 @@ class Attachment:
     engines: dict[str, EngineKind] = field(default_factory=dict)  # by name
     engine: str = EAGER
     needs_same_length: bool = False  # whether all rows must have one length, since the model counts cache slots
+    takes_trees: bool = False  # whether the model's passes can verify trees of drafts, see `check_widths`
     strict: bool = False  # whether calls that `self_speculative` does not support raise, instead of decoding plainly
     # Costs measured on this machine, by engine, widths of the engine's passes, and number of rows.
     costs: dict[tuple[str, tuple[int, ...], int], CostTable] = field(default_factory=dict)
@@ -152,6 +153,12 @@ class Attachment:
         logger.log(level, "TIDE leaves this call to plain decoding, with the same output but no faster: %s", reason)
         self._fallbacks.add(kind)
         return reason
+
+    def note_chains(self, reason: str) -> None:
+        """Log why drafts of a call are chains, once for each reason."""
+        if reason not in self._fallbacks:
+            logger.info("drafts of %s are chains, and not trees: %s", self.base_class.__name__, reason)
+            self._fallbacks.add(reason)
 
     def _check_head(self, model: Any) -> None:
         """Raise if the vocabulary is smaller than when TIDE was attached: exit heads would draft removed tokens."""

@@ -49,6 +49,8 @@ class SpeculativeDecoder:
             self._accept(engine, drafter, prompts)
             while not self._is_done():
                 drafts = drafter.draft([row.index for row in self.batch], self._limits(engine))
+                if self.rule.lockstep:  # which accepts position by position
+                    drafts = [draft.chain() for draft in drafts]
                 self.stats.rounds += len(self.batch)
                 self._accept(engine, drafter, engine.verify(drafts))
             cache = engine.finish(compact=not self.drops_ended)

@@ -51,7 +51,7 @@ class Drafter(Protocol):
         """
 
     def observe(self, row: int, draft: Draft, accepted: Accepted) -> None:
-        """Learn what a round has added to a row, and the draft that was verified: the chain, as yet, of a tree.
+        """Learn what a round has added to a row, and the draft that was verified.
 
         The first token of the answer comes with an empty draft.
         """
@@ -84,6 +84,8 @@ class DraftEngine(Protocol):
     @property
     def reads_drafts(self) -> bool:
         """Whether the host reads the tokens and scores of each draft step. If not, one call drafts a whole chain."""
+
+    takes_trees: bool  # whether passes verify trees; if not, they verify the `chain` of each
 
     @property
     def head_layer(self) -> int | None:
@@ -131,8 +133,8 @@ class Engine(DraftEngine, Protocol):
     def verify(self, drafts: list[Draft]) -> Pass:
         """Forget the K/V of draft steps, and run one full-depth pass over each row's last token and draft.
 
-        Passes have no masks for siblings yet: of a tree, its `chain` is verified. An engine may start the next pass
-        before this one's tokens are accepted, where nothing is drafted and tokens are read as the top-1 ones.
+        An engine may start the next pass before this one's tokens are accepted, where nothing is drafted and tokens are
+        read as the top-1 ones.
         """
 
     def commit(self, accepted: list[Accepted]) -> None:

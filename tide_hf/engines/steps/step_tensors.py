@@ -17,9 +17,9 @@ from transformers.cache_utils import Cache
 from ...base_model.inputs import without_router_loss
 from ...base_model.structure import CACHE, DecoderStructure, bounds_positions
 from ...base_model.unembed import DraftUnembed, Unembed
+from ...depth.masks import skipping_rejected
 from ...routers.routers import TIDERouters
 from ...weights.reading import WeightReading
-from ..gqa_attention import skipping_rejected
 
 WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; passes of other widths are padded to the next larger width
 WIDEST = WIDTHS[-1]
