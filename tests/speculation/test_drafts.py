@@ -36,11 +36,8 @@ def test_after_siblings_the_parent_has_to_be_named():
         tree().add([1], "a")
 
 
-def test_what_was_accepted_and_what_stood_beside_it_is_judged():
-    draft = tree()
-    assert list(draft.judged([0, 3])) == [("a", 1, 1), ("b", 1, 0), ("a", 1, 0), ("b", 2, 1)]
-    assert list(draft.judged([])) == [("a", 1, 0), ("b", 1, 0)]
-    assert Accepted([5, 8, 1], [0, 3]).sources(draft) == ["a", "b", FULL_PASS]
+def test_new_tokens_have_the_sources_of_the_path():
+    assert Accepted([5, 8, 1], [0, 3]).sources(tree()) == ["a", "b", FULL_PASS]
 
 
 def test_the_kv_of_the_path_stay_and_those_of_padding_that_an_ended_row_adds():

@@ -78,7 +78,7 @@ class HeadDrafter:
         self.exit_layers = [exit_layer] if isinstance(exit_layer, int) else exit_layer
         self.texts = [list(prompt) for prompt in prompts]
         self.drafted: list[tuple[list[int], list[int]]] = []  # (tokens of the row before, draft tokens) of each draft
-        self.scores: list[list[float]] = []  # exit scores of draft steps, on engines that read drafts
+        self.scores: list[list[list[float]]] = []  # exit scores of draft steps, on engines that read drafts
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         self.rounds += 1
@@ -92,9 +92,9 @@ class HeadDrafter:
         tokens: list[list[int]] = [[] for _ in limits]
         for _ in range(min(self.width, *limits)):
             new, scores = self.engine.draft(exit_layer, tokens)
-            assert all(0.0 <= score <= 1.0 for score in scores)
+            assert all(0.0 <= score <= 1.0 for row in scores for score in row)
             self.scores.append(scores)
-            tokens = [before + drafted for before, drafted in zip(tokens, new, strict=True)]
+            tokens = [before + candidates[:1] for before, candidates in zip(tokens, new, strict=True)]
         return tokens
 
     def _draft_unread(self, exit_layer: int, limits: list[int]) -> list[list[int]]:

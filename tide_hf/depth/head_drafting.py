@@ -156,15 +156,16 @@ class HeadRun(LayerRun):
         if self.prev_hidden_state is not None:
             self.prev_hidden_state = self.prev_hidden_state[index.to(self.prev_hidden_state.device)]
 
-    def draft(self, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Draft one token for each row.
+    def draft(self, tokens: Tensor, mask: Tensor | None, num_tokens: int = 1) -> tuple[Tensor, Tensor]:
+        """Draft the likeliest next tokens of each row.
 
         Args:
             tokens: (rows, 1), each row's last token, or the one drafted before.
             mask: (rows, slots) of the cached tokens and these; `None` for ones.
+            num_tokens: How many.
 
         Returns:
-            The drafted tokens (rows), and the probabilities (rows) that the base model agrees.
+            The tokens, best first, and the probabilities that the base model agrees, (rows, num_tokens) each.
         """
         self._fill()
         fused = self.draft_hidden_state if self.draft_hidden_state is not None else self.prev_hidden_state
@@ -174,7 +175,7 @@ class HeadRun(LayerRun):
         attended = attended_slots(mask, slots, self.kv.get_seq_length())
         positions, attended = positions_of(mask, slots).to(device), attended.to(device)
         output = self.head(embeddings, fused, positions, self.kv, attended, self.attention)
-        top, scores, self.draft_hidden_state = self.head.draft(output)
+        top, scores, self.draft_hidden_state = self.head.draft(output, num_tokens)
         return top, scores
 
     def rollback(self, num_tokens: int) -> None:

@@ -19,7 +19,7 @@ from ..base_model.structure import (
     may_replace_cache,
     uses_slot_positions,
 )
-from ..base_model.unembed import DraftUnembed, greedy_tokens
+from ..base_model.unembed import DraftUnembed, greedy_tokens, top_tokens
 from ..common.choices import EAGER
 from ..depth.gates import ExecuteLayer, FixedDepthRun, LayerRun, active, on_device
 from ..depth.head_drafting import HeadRun, head_run
@@ -38,7 +38,7 @@ from ..kernels.cpu.cpp_kernels import are_ready
 from ..speculation.attachment import Attachment
 from ..speculation.call import Call
 from ..speculation.drafts import Accepted, Draft
-from ..speculation.policy import CostTable
+from ..speculation.policy import TOP_DRAFTS, CostTable
 from ..speculation.prefill import prefill
 from ..speculation.protocols import Pass
 from ..speculation.ranks import ranks_of
@@ -153,6 +153,8 @@ class EagerEngine:
         self.last_tokens: list[int] = []  # each row's last token, the next pass's input
         self.takes_trees = self._takes_trees(config)
         self._width = 0  # of the last verify pass; 0 after prefill
+        self._logits: Tensor | None = None  # of that pass, (rows, width, vocabulary)
+        self._inputs: list[list[int]] = []  # the tokens that it read
         self._drafted: list[int] = []  # exit layer of each token that draft steps have read since the last pass
         self._head_steps, self._draft_layers = 0, 0
         self._draft_unembed: DraftUnembed | None = None
@@ -215,8 +217,8 @@ class EagerEngine:
 
     def draft(
         self, exit_layer: int, drafted: list[list[int]], num_tokens: int = 1
-    ) -> tuple[list[list[int]], list[float]]:
-        """Draft one token for each row with the head at an exit layer; see `DraftEngine.draft`."""
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Draft next tokens for each row with the head at an exit layer; see `DraftEngine.draft`."""
         self._clock.begin()
         head, start = self.head, len(self._drafted)
         # A step that fills the head's K/V of several passes takes longer, so estimates of a step's cost ignore it.
@@ -224,18 +226,25 @@ class EagerEngine:
         inputs = [[last, *tokens][start:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
         if head is not None and exit_layer == head.exit_layer:
             self._head_steps += 1
-            top, scores = head.draft(self._upload(inputs), self.slots.mask_for(start + 1))
+            top, scores = head.draft(self._upload(inputs), self.slots.mask_for(start + 1), TOP_DRAFTS)
         else:
             is_usual &= self._draft_unembed is not None
             top, scores = self._draft_from(exit_layer, inputs)
         # One read for both; float32 holds token ids exactly.
-        found, survivals = torch.stack([top.float(), scores.to(top.device, torch.float32)]).tolist()
+        found, probabilities = torch.stack([top.float(), scores.to(top.device, torch.float32)]).tolist()
         self._drafted += [exit_layer] * len(inputs[0])
         self._clock.end_draft(exit_layer, len(inputs), is_usual=is_usual and len(inputs[0]) == 1)
-        return [[int(token)] for token in found], survivals
+        return [list(map(int, row)) for row in found], probabilities
+
+    def likeliest(self) -> list[tuple[list[int], list[list[int]]]]:
+        """See `DraftEngine.likeliest`."""
+        if self._logits is None or self._logits.device.type != "cpu":
+            return []
+        after = top_tokens(self._logits, TOP_DRAFTS)[1].tolist()
+        return [(tokens, found[: len(tokens)]) for tokens, found in zip(self._inputs, after, strict=True)]
 
     def _draft_from(self, exit_layer: int, inputs: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Run the layers up to an exit layer; return the tokens (rows) that its head drafts, and their scores."""
+        """Run the layers up to an exit layer; return the tokens (rows, 1) that its head drafts, and their scores."""
         attachment, cache = self.attachment, self.slots.cache
         if self._draft_unembed is None:
             self._draft_unembed = attachment.draft_unembed()
@@ -248,7 +257,7 @@ class EagerEngine:
             cache.prefetch(0, cache.only_non_sliding)
         point = on_device(attachment.exit_point(exit_layer), state)
         scores = attachment.unembed.route(point.router, state)
-        return self._draft_unembed(point.head(state)), scores
+        return self._draft_unembed(point.head(state))[:, None], scores[:, None]
 
     def _forget_drafts(self) -> None:
         """Roll back the K/V of draft steps."""
@@ -267,7 +276,7 @@ class EagerEngine:
         self._clock.begin()
         if not self.takes_trees:
             drafts = [draft.chain() for draft in drafts]
-        tokens = [[last, *draft.tokens] for last, draft in zip(self.last_tokens, drafts, strict=True)]
+        self._inputs = tokens = [[last, *draft.tokens] for last, draft in zip(self.last_tokens, drafts, strict=True)]
         self._width = width = max(map(len, tokens))
         # Shorter drafts are padded; the logits of the padding are not read.
         inputs = self._upload([row + row[-1:] * (width - len(row)) for row in tokens])
@@ -275,7 +284,7 @@ class EagerEngine:
         if not all(draft.is_chain for draft in drafts):
             tree = PassTree.of([draft.parents(width) for draft in drafts], inputs.device)
         with reading_tree(tree):
-            logits = self._forward(inputs).logits
+            self._logits = logits = self._forward(inputs).logits
         return EagerPass(drafts, inputs, logits, [self.run.num_layers] * len(drafts))
 
     def commit(self, accepted: list[Accepted]) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base_model.unembed import top_tokens
 from ..speculation.drafts import Accepted, Draft
-from ..speculation.policy import CostTable, step_width
+from ..speculation.policy import TOP_DRAFTS, CostTable, step_width
 from .eager import EagerEngine
 from .exit_passes import ExitPasses
 from .round_clock import RoundClock, timestamp
@@ -109,6 +110,7 @@ class StaticEngine:
         self._num_drafted = 0  # draft steps since the last pass
         self._width = 0  # of the last pass; 0 after prefill
         self._logits: Any = None
+        self._inputs: list[list[int]] = []  # the tokens that the last pass read
 
     @property
     def layers_executed(self) -> int:
@@ -146,7 +148,7 @@ class StaticEngine:
 
     def draft(
         self, exit_layer: int, drafted: list[list[int]], num_tokens: int = 1
-    ) -> tuple[list[list[int]], list[float]]:
+    ) -> tuple[list[list[int]], list[list[float]]]:
         """Draft tokens for each row, with one step for each token that the exit layer has not processed.
 
         See `DraftEngine.draft`.
@@ -167,9 +169,16 @@ class StaticEngine:
             self.run_step("draft", exit_layer)
         found, scores = self.buffers.read_draft()
         self._clock.end_draft(exit_layer, len(drafted), num_steps)
-        return [[token] for token in self.rows.from_rows(found)], self.rows.from_rows(scores)
+        return self.rows.from_rows(found), self.rows.from_rows(scores)
 
-    def _draft_unread(self, exit_layer: int, num_tokens: int) -> tuple[list[list[int]], list[float]]:
+    def likeliest(self) -> list[tuple[list[int], list[list[int]]]]:
+        """See `DraftEngine.likeliest`."""
+        if self._width == 0 or not self.reads_drafts or self.exits is not None or self._ahead.has_started:
+            return []
+        after = top_tokens(self._logits[self.rows.index], TOP_DRAFTS)[1].tolist()
+        return [(tokens, found[: len(tokens)]) for tokens, found in zip(self._inputs, after, strict=True)]
+
+    def _draft_unread(self, exit_layer: int, num_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
         """Start a chain of draft steps whose tokens are read only when they are verified."""
         self.upload([[token] for token in self.last_tokens])
         before = timestamp(self.buffers.device)
@@ -183,6 +192,7 @@ class StaticEngine:
         """Run one full-depth pass, padded to the next width that has a step; see `Engine.verify`."""
         chains = [draft.chain() for draft in drafts]
         width = 1 + max(len(chain.nodes) for chain in chains)
+        self._inputs = [[last, *chain.tokens] for last, chain in zip(self.last_tokens, chains, strict=True)]
         self._width, first = step_width(width, self.steps.widths), 0
         depths = [self.eager.run.num_layers] * len(chains)
         if self.exits is not None:
@@ -194,8 +204,7 @@ class StaticEngine:
             # Draft tokens that the host has not read are among the inputs of the draft steps.
             if self.reads_drafts or not self._num_drafted:
                 self._clock.begin()
-                inputs = zip(self.last_tokens, chains, strict=True)
-                self.upload([[last, *chain.tokens] for last, chain in inputs])
+                self.upload(self._inputs)
             self._logits = self.run_step("verify", self._width)
         self._num_drafted = 0
         ids = self.buffers.tensors.ids[:, first:]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, takewhile
+from itertools import takewhile
 from typing import NamedTuple
 
 from ..common.errors import ConfigurationError
@@ -90,16 +90,6 @@ class Draft:
     def with_tokens(self, tokens: list[int]) -> Draft:
         """The same tree with these tokens."""
         return Draft([node._replace(token=token) for node, token in zip(self.nodes, tokens, strict=True)])
-
-    def judged(self, path: list[int]) -> Iterator[tuple[str, int, int]]:
-        """What the base model has judged, where it accepted the nodes of `path`: the children of these and of the root.
-
-        Yields a source, how many nodes in a row it drafted, and how many of them were accepted.
-        """
-        nodes = [index for parent in (ROOT, *path) for index in self.children(parent)]
-        for source, group in groupby(nodes, key=lambda index: self.nodes[index].source):
-            found = list(group)
-            yield source, len(found), sum(index in path for index in found)
 
 
 @dataclass

@@ -96,14 +96,21 @@ class DraftEngine(Protocol):
 
     def draft(
         self, exit_layer: int, drafted: list[list[int]], num_tokens: int = 1
-    ) -> tuple[list[list[int]], list[float]]:
-        """Draft tokens for each row with the head at an exit layer.
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Draft for each row with the head at an exit layer.
 
         `drafted` are the tokens that each row has drafted in this round, the same number for all rows.
 
         Returns:
-            Each row's `num_tokens` tokens, and the exit score of each row's last one. Where the host does not read
-            drafts, the tokens stand for those that the next pass will have verified, and there are no scores.
+            Each row's likeliest next tokens, best first, and the probability of each that the base model agrees. Where
+            the host does not read drafts, `num_tokens` tokens after one another, which stand for those that the next
+            pass will have verified, and no probabilities.
+        """
+
+    def likeliest(self) -> list[tuple[list[int], list[list[int]]]]:
+        """For each row, the tokens that the last pass read, and after each of them the likeliest ones, best first.
+
+        Empty after prefill, and where they cannot be read without waiting for a device.
         """
 
     def costs_of(self, num_rows: int) -> CostTable:

@@ -44,6 +44,12 @@ class ModelParts:
         head = self.routers.draft_head if self.routers is not None else None
         return self.structure.hidden_size if head is None else head.config.hidden_size
 
+    @property
+    def num_drafts(self) -> int:
+        """The number of tokens that the draft head chooses from."""
+        head = self.routers.draft_head if self.routers is not None else None
+        return 1 if head is None else head.config.draft_vocab_size
+
 
 @dataclass(frozen=True)
 class BufferKind:
