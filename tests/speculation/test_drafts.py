@@ -77,7 +77,7 @@ def test_a_tree_or_its_likeliest_branch_is_verified_as_far_as_passes_reach(rows,
     assert torch.equal(model.generate(**batch, **OPTIONS), expected)
     assert "mine" in model.last_exit_stats.sources[0]
     assert engine == "eager" or max(map(len, drafter.verified)) < WIDEST
-    assert any(9 in tokens[1:] for tokens in drafter.verified) == (engine == "eager")
+    assert any(9 in tokens[1:] for tokens in drafter.verified) == (engine != "captured")
 
 
 @pytest.mark.parametrize("engine", ATTACH)

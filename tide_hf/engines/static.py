@@ -88,7 +88,7 @@ class StaticEngine:
         self, eager: EagerEngine, steps: StepStore, exits: ExitPasses | None, rows: StepRows, kind: BufferKind
     ) -> None:
         self.eager, self.steps, self.exits, self.rows, self._kind = eager, steps, exits, rows, kind
-        self.name, self.reads_drafts, self.takes_trees = eager.name, steps.reads_drafts, False
+        self.name, self.reads_drafts, self.takes_trees = eager.name, steps.reads_drafts, kind.takes_trees
         cache, mask, length = eager.slots.cache, eager.slots.mask, eager.slots.length
         self.buffers: StepBuffers = steps.buffers(cache, len(rows.own), self._slots_needed(length), kind)
         rows.move(self.buffers.rows)
@@ -190,11 +190,11 @@ class StaticEngine:
 
     def verify(self, drafts: list[Draft]) -> StaticPass:
         """Run one full-depth pass, padded to the next width that has a step; see `Engine.verify`."""
-        chains = [draft.chain() for draft in drafts]
-        width = 1 + max(len(chain.nodes) for chain in chains)
-        self._inputs = [[last, *chain.tokens] for last, chain in zip(self.last_tokens, chains, strict=True)]
+        drafts = [Draft(draft.nodes[: WIDEST - 1]) if self.takes_trees else draft.chain() for draft in drafts]
+        width = 1 + max(len(draft.nodes) for draft in drafts)
+        self._inputs = [[last, *draft.tokens] for last, draft in zip(self.last_tokens, drafts, strict=True)]
         self._width, first = step_width(width, self.steps.widths), 0
-        depths = [self.eager.run.num_layers] * len(chains)
+        depths = [self.eager.run.num_layers] * len(drafts)
         if self.exits is not None:
             self._logits = self.exits.run(self)
             depths, first = self.exits.exits, self.exits.current
@@ -204,11 +204,11 @@ class StaticEngine:
             # Draft tokens that the host has not read are among the inputs of the draft steps.
             if self.reads_drafts or not self._num_drafted:
                 self._clock.begin()
-                self.upload(self._inputs)
+                self.upload(self._inputs, parents=[draft.parents(WIDEST) for draft in drafts])
             self._logits = self.run_step("verify", self._width)
         self._num_drafted = 0
         ids = self.buffers.tensors.ids[:, first:]
-        return StaticPass(width, depths, self.rows.index, self._logits, ids, chains, self._read)
+        return StaticPass(width, depths, self.rows.index, self._logits, ids, drafts, self._read)
 
     def run_step(self, kind: str, size: Any) -> Any:
         """Run a step; return its logits."""
@@ -266,13 +266,12 @@ class StaticEngine:
                 self.exits.catch_up(self)
             self._slots.compact()
             copy_back(self.buffers.cache, eager.slots.cache, self._slots.length)
-            if eager.head is not None and self.rows.accepted is not None:
-                last = [max(0, count - 1) for count in self.rows.accepted]
-                eager.head.continue_from(self.buffers.last_hidden_states, last)
+            if eager.head is not None and self.rows.last_kept is not None:
+                eager.head.continue_from(self.buffers.last_hidden_states, self.rows.last_kept)
         return eager.finish(compact)
 
-    def upload(self, ids: list[list[int]], back: int = 0) -> None:
-        """Upload the inputs of the round, which begin `back` tokens before the next one."""
+    def upload(self, ids: list[list[int]], back: int = 0, parents: list[list[int]] | None = None) -> None:
+        """Upload the inputs of the round, which begin `back` tokens before the next one, and the `parents` in trees."""
         self._ahead.drop(self.rows)
         if not back and not self._slots.make_room(WIDEST):  # continue in buffers with more slots
             length = self._slots.length
@@ -283,11 +282,12 @@ class StaticEngine:
             start = 0 if is_compacted else self._masked
             self.buffers.tensors.write_mask(self._slots.mask, self._slots.rejected, start)
             self._compactions, self._masked = self._slots.num_compactions, self._slots.length
-        highest, accepted = self.rows.check_positions(), self.rows.accepted
-        accepted = None if accepted is None else self.rows.to_rows(accepted)
+        highest, last_kept = self.rows.check_positions(), self.rows.last_kept
+        last_kept = None if last_kept is None else self.rows.to_rows(last_kept)
         start, positions = self._slots.length - back, self.rows.positions(back)
-        self.buffers.tensors.write(start, positions, highest, self.rows.to_rows(ids), accepted)
-        self.buffers.begin_round(after_passes=accepted is not None)
+        parents = None if parents is None else self.rows.to_rows(parents)
+        self.buffers.tensors.write(start, positions, highest, self.rows.to_rows(ids), last_kept, parents)
+        self.buffers.begin_round(after_passes=last_kept is not None)
 
     def _slots_needed(self, filled: int) -> int:
         """Slots for the answer; of buffers that grow, for its next part. `filled` are those of tokens so far."""

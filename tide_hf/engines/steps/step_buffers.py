@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from ...base_model.unembed import greedy_tokens
 from ...depth.gates import FixedDepthRun, LayerRun, active
 from ...depth.head_drafting import HeadRun, HeadState
+from ...depth.masks import reading_tree
 from ...speculation.policy import TOP_DRAFTS
 from ..gqa_attention import attend_static, filled_up_to
 from .exit_steps import ExitSteps
@@ -132,7 +133,7 @@ class StepBuffers:
         before = run.layers_executed
         if self.head is not None:
             self.head.prev_hidden_state = self.prev_hidden_state
-        with active(run):
+        with active(run), reading_tree(tensors.tree(width)):
             logits = tensors.forward(tensors.ids[:, :width], tensors.start[0]).logits
         tensors.set_results(slice(None), greedy_tokens(logits))
         tensors.keep_inputs()
