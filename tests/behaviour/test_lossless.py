@@ -24,6 +24,9 @@ CHAINS = ("bloom",)  # families that take no trees, since ALiBi counts slots
 TRACED_BY_DEFAULT = (*(family for family in FEW if family != "falcon"), "llama4_text", "qwen2_5_vl")
 
 
+HEAD_AMONG_TREES = "draft head among trees"
+
+
 class Case(NamedTuple):
     engine: str
     family: str
@@ -34,7 +37,7 @@ class Case(NamedTuple):
 
     @property
     def has_heads(self):
-        return self.drafter in ("exit heads", "draft head")
+        return self.drafter in ("exit heads", "draft head", HEAD_AMONG_TREES)
 
     @property
     def is_slow(self):
@@ -54,6 +57,8 @@ def cases(engine):
     yield from ((family, "trees", rows) for family in trees for rows in (1, 3))
     yield from ((family, "trees", 3, "greedy", "eager") for family in SDPA if engine == "eager")
     yield from ((family, "draft head", 1) for family in (*FEW, "mistral") if family != "opt")
+    if engine != "captured":  # whose single rows verify chains
+        yield from (("llama", HEAD_AMONG_TREES, rows) for rows in (1, 3))
     yield from (("bloom", drafter, 3) for drafter in ("exit heads", "draft head"))
 
 
@@ -99,12 +104,13 @@ def attached(engine, family, attention, has_draft_head):
 def check(case):
     """Compare with plain decoding; return the drafter, if heads draft."""
     expected = expected_tokens(case.family, case.attention, case.rows, case.decoding)
-    model, steps = attached(case.engine, case.family, case.attention, case.drafter == "draft head")
+    model, steps = attached(case.engine, case.family, case.attention, case.drafter.startswith("draft head"))
     replays_before = steps.replays if steps is not None else 0
     made = [None]
     if case.has_heads:
-        exit_layer = 0 if case.drafter == "draft head" else model._tide.routers.exit_layers[-1]
-        made = use_heads(model, exit_layer, WIDTH, continuations=new_tokens(expected))
+        exit_layer = 0 if case.drafter.startswith("draft head") else model._tide.routers.exit_layers[-1]
+        kind = "trees" if case.drafter == HEAD_AMONG_TREES else "right"
+        made = use_heads(model, exit_layer, WIDTH, continuations=new_tokens(expected), kind=kind)
     elif case.drafter == "none":
         use_drafter(model, "right", new_tokens(expected), width=0)
     else:
