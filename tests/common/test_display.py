@@ -22,7 +22,7 @@ def test_every_kind_of_source_has_its_colour_the_full_pass_last():
     colours = source_colours(sources)
     kinds = [NGRAM, EARLIER_ANSWER, SUCCESSOR, DRAFT_HEAD, "exit layer 8", "exit layer 16", FULL_PASS]
     assert list(colours) == kinds
-    assert [colours[kind] for kind in kinds[3:]] == [*OTHERS[:2], COLOURS[FULL_PASS]]
+    assert [colours[kind] for kind in kinds[4:]] == [*OTHERS[:2], COLOURS[FULL_PASS]]
     repeated = source_colours(f"exit layer {layer}" for layer in range(1, 8))
     assert [repeated[f"exit layer {layer}"] for layer in (6, 7)] == list(OTHERS[:2])
     assert len({colour.css for colour in colours.values()}) == len(kinds)

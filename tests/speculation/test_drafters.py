@@ -73,11 +73,11 @@ def test_a_tree_grows_anew_with_further_offers():
     assert tree.best_after((8,), 0) == 0
 
 
-def test_sources_that_agree_are_surer_and_those_that_differ_leave_each_other_what_remains():
+def test_of_sources_that_agree_the_surest_counts_and_those_that_differ_leave_each_other_what_remains():
     offers = [Offer(1, "a", 0, 0.6), Offer(1, "b", 0, 0.5), Offer(2, "b", 1, 0.4), Offer(3, "b", 2, 0.001)]
     (first, one), (second, two) = merged(offers, lambda offer: offer.score)
-    assert (one.source, one.token, first) == ("a", 1, pytest.approx(0.8))
-    assert (two.token, second) == (2, pytest.approx(0.4 * 0.2))
+    assert (one.source, one.token, first) == ("a", 1, pytest.approx(0.6))
+    assert (two.token, second) == (2, pytest.approx(0.4 * 0.4))
     alone = merged([Offer(1, "a", 0, 0.6), Offer(2, "a", 1, 0.3)], lambda offer: offer.score)
     assert [share for share, _ in alone] == pytest.approx([0.6, 0.3])  # a source's own tokens exclude each other
 

@@ -31,6 +31,10 @@ def test_the_chain_goes_on_with_the_likeliest_child():
     assert chain.chain() is chain
 
 
+def test_a_branch_goes_on_from_any_node():
+    assert [tree().branch(node) for node in (ROOT, 0, 2)] == [[0, 3, 4], [3, 4], []]
+
+
 def test_after_siblings_the_parent_has_to_be_named():
     with pytest.raises(ConfigurationError, match=r"Pass parent="):
         tree().add([1], "a")

@@ -81,11 +81,16 @@ class Draft:
         """The branch that goes on with the likeliest child of each node; the draft itself where it has no siblings."""
         if self.is_chain:
             return self
-        chain, parent = Draft(), ROOT
+        branch = [self.nodes[index] for index in self.branch(ROOT)]
+        return Draft([node._replace(parent=place - 1) for place, node in enumerate(branch)])
+
+    def branch(self, parent: int) -> list[int]:
+        """The likeliest child of a node, the likeliest child of that one, and so on."""
+        found = []
         while children := self.children(parent):
             parent = max(children, key=lambda index: self.nodes[index].probability)
-            chain.nodes.append(self.nodes[parent]._replace(parent=len(chain.nodes) - 1))
-        return chain
+            found.append(parent)
+        return found
 
     def with_tokens(self, tokens: list[int]) -> Draft:
         """The same tree with these tokens."""

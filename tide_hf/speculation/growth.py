@@ -109,19 +109,16 @@ class GrowingTree:
 def merged(offers: Sequence[Offer], probability: Callable[[Offer], float]) -> list[tuple[float, Offer]]:
     """The different tokens among offers at one place, with their probabilities, the likeliest first.
 
-    A token that several sources offer is likelier than each of them says; where they offer different tokens, a likelier
-    one leaves the others what remains.
+    A token that several sources offer is as likely as the surest of them says; where they offer different tokens, a
+    likelier one leaves the others what remains.
     """
     best: dict[int, tuple[float, Offer]] = {}
     for offer in offers:
         own, known = probability(offer), best.get(offer.token)
         if own < LEAST_PROMISE:
             continue
-        if known is None:
+        if known is None or own > known[0]:
             best[offer.token] = own, offer
-        elif known[1].source != offer.source:
-            likelier = offer if own > known[0] else known[1]
-            best[offer.token] = 1.0 - (1.0 - own) * (1.0 - known[0]), likelier
     claimed: dict[str, float] = {}
     found, total = [], 0.0
     for own, offer in sorted(best.values(), key=_share, reverse=True):

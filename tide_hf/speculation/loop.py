@@ -23,7 +23,7 @@ from ..common.draft_streamer import DraftStreamer
 from ..common.stats import ExitStats
 from ..common.token_sources import FULL_PASS, head_source
 from .call import Call
-from .drafts import Accepted, Draft
+from .drafts import ROOT, Accepted, Draft
 from .protocols import AcceptanceRule, DraftEngine, Drafter, Engine, Pass
 from .rows import Row, by_step
 
@@ -85,7 +85,9 @@ class SpeculativeDecoder:
         ]
         row.sources += sources
         if isinstance(self.call.streamer, DraftStreamer):
-            rejected = [node.token for index, node in enumerate(draft.nodes) if index not in accepted.path]
+            rejected = [
+                draft.nodes[index].token for index in draft.branch(accepted.path[-1] if accepted.path else ROOT)
+            ]
             self.call.streamer.end_round(sources, rejected)
 
     def _drop_ended(self, engine: Engine) -> None:
