@@ -246,7 +246,7 @@ class AcceptanceTable:
     `decay`. Where a source gives its tokens probabilities of its own, the table learns by which factor these are wrong.
     """
 
-    def __init__(self, priors: dict[Key, float], weight: float = 4.0, decay: float = 0.97) -> None:
+    def __init__(self, priors: dict[Key, float], weight: float = 4.0, decay: float = 0.99) -> None:
         self._priors, self._weight, self._decay = priors, weight, decay
         # Of each key: tokens that were right, tokens, and the sum of the probabilities that the source gave them.
         self._counts = {key: [0.0, 0.0, 0.0] for key in priors}
