@@ -57,6 +57,11 @@ class EagerPass:
     logits: Tensor
     depths: list[int]
 
+    @property
+    def has_trees(self) -> bool:
+        """Whether a row's draft has siblings."""
+        return not all(draft.is_chain for draft in self.drafts)
+
     def tokens(self, chosen: Tensor | None = None) -> list[list[int]]:
         """Read the top-1 token at each position, or those `chosen`."""
         return (greedy_tokens(self.logits) if chosen is None else chosen).tolist()

@@ -44,6 +44,11 @@ class StaticPass:
     _results: list[list[int]] | None = None
 
     @property
+    def has_trees(self) -> bool:
+        """Whether a row's draft has siblings."""
+        return not all(draft.is_chain for draft in self._drafts)
+
+    @property
     def logits(self) -> Tensor:
         """(rows, width, vocabulary)."""
         return self._logits[self._index][:, : self.width]

@@ -110,7 +110,7 @@ class WarmUpRounds(RowCriterion):
         if kind == "verify" or min(limits) < 1:
             return [Draft().add([0] * min(size - 1, limit), "warm-up") for limit in limits]
         found, _ = self.engine.draft(size, [[] for _ in rows])
-        return [Draft().add(tokens, "warm-up", size) for tokens in found]
+        return [Draft().add(tokens[:1], "warm-up", size) for tokens in found]
 
     def observe(self, row: int, draft: Draft, accepted: Accepted) -> None:
         """Ignore the outcome."""

@@ -83,7 +83,7 @@ class ExactAcceptance:
     def accept(self, batch: list[Row], verified: Pass) -> list[Accepted]:
         """Choose tokens for each row of `batch`, position by position, until one is not among its draft's tokens."""
         logits, chosen, on_device = None, None, self.device_choice
-        if on_device is not None and not all(draft.is_chain for draft in verified.drafts):
+        if verified.has_trees:
             on_device = None  # the tokens before a node are not those before its position
         if on_device is not None:
             chosen = verified.tokens(on_device.choose(batch, verified.logits, verified.inputs))

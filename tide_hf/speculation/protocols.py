@@ -23,6 +23,10 @@ class Pass(Protocol):
         """What each row's pass has verified. On an engine that does not read drafts, `tokens` or this waits for it."""
 
     @property
+    def has_trees(self) -> bool:
+        """Whether a row's draft has siblings; does not wait."""
+
+    @property
     def logits(self) -> Tensor:
         """(rows, width, vocabulary): after the last token, and after each draft token; beyond a row's draft, anything.
 
