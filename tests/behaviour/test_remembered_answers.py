@@ -72,7 +72,7 @@ def test_successors_that_passes_gave_serve_later_calls_until_they_are_released(e
     ATTACH[engine](model)
     model._tide.answers = AnswerMemory(0)
     rounds = rounds_of(model, GREEDY, expected)
-    assert rounds[-1] < 0.9 * rounds[0]
+    assert rounds[-1] < rounds[0]
     assert "successor" in model.last_exit_stats.sources[0]
     assert len(pickle.loads(pickle.dumps(model))._tide.successors) == 0
     model.tide_release()
