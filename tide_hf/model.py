@@ -10,7 +10,7 @@ from .base_model.structure import find_structure, input_device
 from .base_model.unembed import Unembed
 from .base_model.wrappers import base_inside, check_uncompiled, check_wrapper
 from .common.busy import warn_if_busy
-from .common.choices import ENGINES, MODES, REMEMBERED_TOKENS, check_choice, check_limit
+from .common.choices import ENGINES, MODES, REMEMBERED_TOKENS, SUCCESSORS, check_choice, check_limit
 from .common.errors import ConfigurationError, UnsupportedModelError
 from .depth.gates import open_gates, remove_gates
 from .depth.multi_token_passes import check_widths
@@ -23,6 +23,7 @@ from .routers.config import FOR_BOTH, check_exit_threshold
 from .routers.routers import TIDERouters
 from .speculation.answer_memory import AnswerMemory
 from .speculation.attachment import Attachment, hybrid_drafter
+from .speculation.successors import SuccessorTable
 from .weights.reading import WeightReading
 
 PACK_WEIGHTS = (True, False, "auto")
@@ -60,6 +61,9 @@ class AttachOptions:
             remembers nothing. Token ids stay in RAM until `tide_release()`, `detach` or another `attach`; they are
             neither saved nor copied with the model. Drafts never change an answer, but an answer that has been
             given before comes sooner.
+        successors: Maximum number of tokens for each of which the eight likeliest next ones are kept, as this model's
+            passes in `self_speculative` gave them, to draft from; 0 keeps none. As with `remembered_tokens`, they stay
+            in RAM, and drafts never change an answer.
     """
 
     mode: str = "self_speculative"
@@ -70,13 +74,14 @@ class AttachOptions:
     engine: str = "eager"
     strict: bool = False
     remembered_tokens: int = REMEMBERED_TOKENS
+    successors: int = SUCCESSORS
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, MODES)
         check_choice("pack_weights", self.pack_weights, PACK_WEIGHTS)
         check_choice("use_kernels", self.use_kernels, USE_KERNELS)
         check_choice("engine", self.engine, ENGINES)
-        check_limit(remembered_tokens=self.remembered_tokens)
+        check_limit(remembered_tokens=self.remembered_tokens, successors=self.successors)
         if self.exit_threshold is not None:
             check_exit_threshold(self.exit_threshold)
 
@@ -187,6 +192,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             engine=chosen.engine,
             strict=chosen.strict,
             answers=AnswerMemory(chosen.remembered_tokens),
+            successors=SuccessorTable(chosen.successors),
         )
         try:
             attachment.check_mode(chosen.mode)
@@ -194,7 +200,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
             if chosen.mode != "self_speculative" or chosen.strict:
                 raise
             attachment.note_fallback(error)
-        attachment.needs_same_length = check_widths(model, structure, needs_logits=loaded is not None)
+        passes = check_widths(model, structure, needs_logits=loaded is not None)
+        attachment.needs_same_length, attachment.takes_trees = passes
         if loaded is not None:
             loaded.place(device, model.dtype)
         cls.detach(model)

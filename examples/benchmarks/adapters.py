@@ -140,19 +140,18 @@ def ngrams(bench: Bench) -> DecodingMethod:
 
 
 def heads(bench: Bench) -> DecodingMethod:
-    """Ours with the n-grams switched off."""
+    """Ours with what drafts beside the heads switched off."""
     return DecodingMethod(HEADS, _drafting_with_heads(_eager(bench, bench.need_routers())))
 
 
 def _drafting_with_heads(model: Any) -> Any:
     make = model._tide.make_drafter
-    model._tide.make_drafter = lambda *args: _without_ngrams(make(*args))
+    model._tide.make_drafter = lambda *args: _without_sources(make(*args))
     return model
 
 
-def _without_ngrams(drafter: Any) -> Any:
-    for index in drafter.indexes:
-        index.match = lambda drafted=(): (0, 0)
+def _without_sources(drafter: Any) -> Any:
+    drafter.sources = []
     return drafter
 
 

@@ -60,7 +60,7 @@ def ours(model_name: str, routers: str, work: Path, num_prompts: int, new_tokens
         def draft(self, _rows: list[int], limits: list[int]) -> list[Draft]:
             drafted: list[list[int]] = [[]]
             for _ in range(min(NUM_DRAFT_TOKENS, limits[0])):
-                drafted = [drafted[0] + self.engine.draft(0, drafted)[0][0]]
+                drafted = [drafted[0] + self.engine.draft(0, drafted)[0][0][:1]]
             return [Draft().add(drafted[0], "draft head")]
 
         def observe(self, _row: int, draft: Draft, accepted: Any) -> None:

@@ -16,10 +16,15 @@ from families import ATTENTION, SDPA, slow_but, tiny_model
 from on_steps import ATTACH, FEW, NEW, OPTIONS, WINDOWED, linear_heads, new_tokens, prompts
 from transformers import LogitsProcessor
 
-DRAFTERS = ("none", "right", "wrong", "random", "mixed", "exit heads", "draft head")
+DRAFTERS = ("none", "right", "wrong", "random", "mixed", "trees", "exit heads", "draft head")
 DECODING = {"greedy": {}, "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20}}
 WIDTH = 3  # tokens per draft
+TREE_WIDTH = 12  # nodes per tree
+CHAINS = ("bloom",)  # families that take no trees, since ALiBi counts slots
 TRACED_BY_DEFAULT = (*(family for family in FEW if family != "falcon"), "llama4_text", "qwen2_5_vl")
+
+
+HEAD_AMONG_TREES = "draft head among trees"
 
 
 class Case(NamedTuple):
@@ -32,7 +37,7 @@ class Case(NamedTuple):
 
     @property
     def has_heads(self):
-        return self.drafter in ("exit heads", "draft head")
+        return self.drafter in ("exit heads", "draft head", HEAD_AMONG_TREES)
 
     @property
     def is_slow(self):
@@ -48,7 +53,12 @@ def cases(engine):
         yield from (("llama", drafter, 1, first), ("llama", drafter, 3, second))
     yield from ((family, "exit heads", 1) for family in ATTENTION)
     yield from ((family, "mixed", 3) for family in (ATTENTION if engine == "eager" else (*FEW, *WINDOWED)))
+    trees = ATTENTION if engine == "eager" else (*FEW, *WINDOWED)
+    yield from ((family, "trees", rows) for family in trees for rows in (1, 3))
+    yield from ((family, "trees", 3, "greedy", "eager") for family in SDPA if engine == "eager")
     yield from ((family, "draft head", 1) for family in (*FEW, "mistral") if family != "opt")
+    if engine != "captured":  # whose single rows verify chains
+        yield from (("llama", HEAD_AMONG_TREES, rows) for rows in (1, 3))
     yield from (("bloom", drafter, 3) for drafter in ("exit heads", "draft head"))
 
 
@@ -94,16 +104,19 @@ def attached(engine, family, attention, has_draft_head):
 def check(case):
     """Compare with plain decoding; return the drafter, if heads draft."""
     expected = expected_tokens(case.family, case.attention, case.rows, case.decoding)
-    model, steps = attached(case.engine, case.family, case.attention, case.drafter == "draft head")
+    model, steps = attached(case.engine, case.family, case.attention, case.drafter.startswith("draft head"))
     replays_before = steps.replays if steps is not None else 0
     made = [None]
     if case.has_heads:
-        exit_layer = 0 if case.drafter == "draft head" else model._tide.routers.exit_layers[-1]
-        made = use_heads(model, exit_layer, WIDTH, continuations=new_tokens(expected))
+        exit_layer = 0 if case.drafter.startswith("draft head") else model._tide.routers.exit_layers[-1]
+        kind = "trees" if case.drafter == HEAD_AMONG_TREES else "right"
+        made = use_heads(model, exit_layer, WIDTH, continuations=new_tokens(expected), kind=kind)
     elif case.drafter == "none":
         use_drafter(model, "right", new_tokens(expected), width=0)
     else:
-        use_drafter(model, case.drafter, new_tokens(expected), WIDTH)
+        use_drafter(model, case.drafter, new_tokens(expected), TREE_WIDTH if case.drafter == "trees" else WIDTH)
+    if case.drafter == "trees":  # by a probe, which has to find them right as well
+        assert model._tide.takes_trees == (case.family not in CHAINS)
     assert torch.equal(generate(model, case.rows, case.decoding), expected)
     check_acceptance(model.last_exit_stats, case)
     check_engine(model.last_exit_stats, case, steps, replays_before)
@@ -122,7 +135,7 @@ def check_acceptance(stats, case):
         assert stats.rounds == case.rows * -(-(NEW - 1) // (WIDTH + 1))
     elif case.drafter == "wrong":
         assert (stats.accepted, stats.rounds) == (0, case.rows * (NEW - 1))
-    elif case.drafter == "mixed":
+    elif case.drafter in ("mixed", "trees"):
         assert 0 < stats.accepted < stats.drafted
 
 

@@ -1,4 +1,4 @@
-"""Drafts from earlier answers: the same tokens in fewer passes, for as long as the attachment lives and no longer."""
+"""Drafts from earlier answers and passes: the same tokens in fewer passes, while the attachment lives and no longer."""
 
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +13,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.common.errors import ConfigurationError
 from tide_hf.evaluation import benchmark
 from tide_hf.evaluation.benchmark import DecodingMethod
+from tide_hf.speculation.answer_memory import AnswerMemory
 from tide_hf.speculation.rows import Row
 
 NEW = 40
@@ -59,9 +60,23 @@ def test_a_repeated_prompt_takes_fewer_passes_and_gives_the_same_tokens(engine, 
 def test_it_can_be_turned_off():
     model = tiny_model("llama")
     expected = generate(model, SAMPLING)
-    TIDEModelForCausalLM.attach(model, remembered_tokens=0)
+    TIDEModelForCausalLM.attach(model, remembered_tokens=0, successors=0)
     assert min(rounds_of(model, SAMPLING, expected)) > 0.8 * NEW
-    assert num_remembered(model) == 0
+    assert num_remembered(model) == len(model._tide.successors) == 0
+
+
+@pytest.mark.parametrize("engine", ["eager", "compiled"])
+def test_successors_that_passes_gave_serve_later_calls_until_they_are_released(engine):
+    model = tiny_model("llama")
+    expected = generate(model, GREEDY)
+    ATTACH[engine](model)
+    model._tide.answers = AnswerMemory(0)
+    rounds = rounds_of(model, GREEDY, expected)
+    assert rounds[-1] < rounds[0]
+    assert "successor" in model.last_exit_stats.sources[0]
+    assert len(pickle.loads(pickle.dumps(model))._tide.successors) == 0
+    model.tide_release()
+    assert len(model._tide.successors) == 0
 
 
 def test_threads_share_the_memory():
@@ -129,13 +144,14 @@ def test_benchmarks_do_not_draft_from_the_run_before(monkeypatch):
     assert num_remembered(model) > 0
 
 
-@pytest.mark.parametrize("remembered_tokens", [-1, 1.5, True, "many", None])
-def test_limits_that_make_no_sense_are_refused(remembered_tokens, tmp_path):
-    message = r"remembered_tokens makes no sense: got .*\. Expected a whole number of at least 0\. "
+@pytest.mark.parametrize("name", ["remembered_tokens", "successors"])
+@pytest.mark.parametrize("limit", [-1, 1.5, True, "many", None])
+def test_limits_that_make_no_sense_are_refused(name, limit, tmp_path):
+    message = rf"{name} makes no sense: got .*\. Expected a whole number of at least 0\. "
     with pytest.raises(ConfigurationError, match=message):
-        TIDEModelForCausalLM.attach(tiny_model("llama"), remembered_tokens=remembered_tokens)
+        TIDEModelForCausalLM.attach(tiny_model("llama"), **{name: limit})
     with pytest.raises(ConfigurationError, match=message):
-        TIDEModelForCausalLM.from_pretrained(tmp_path, remembered_tokens=remembered_tokens)
+        TIDEModelForCausalLM.from_pretrained(tmp_path, **{name: limit})
 
 
 def test_prompts_are_remembered_as_drafters_see_them():

@@ -109,7 +109,7 @@ def test_steps_serve_a_call_while_another_thread_decodes_a_batch_eagerly():
     """That call's attention, which it sets for the whole model, neither keeps others from steps nor makes new ones."""
     model = tiny_model("llama", attention="sdpa")
     expected = model.generate(**on_steps.prompts(), **on_steps.OPTIONS)
-    steps = attach_compiled(model, remembered_tokens=0)
+    steps = attach_compiled(model, remembered_tokens=0, successors=0)
     model.generate(**on_steps.prompts(), **on_steps.OPTIONS)
     prepared, replays = steps.warm_up.num_prepared, steps.replays
     inside, go_on = threading.Event(), threading.Event()

@@ -13,15 +13,16 @@ from transformers import PreTrainedTokenizerFast
 from tide_hf import ExitStats
 from tide_hf.common.display import COLOURS, OTHERS, TokenTexts, source_colours, token_texts
 from tide_hf.common.errors import ConfigurationError, MissingPackageError
-from tide_hf.common.token_sources import DRAFT_HEAD, EARLIER_ANSWER, FULL_PASS, NGRAM, sources_of_depths
+from tide_hf.common.token_sources import DRAFT_HEAD, EARLIER_ANSWER, FULL_PASS, NGRAM, SUCCESSOR, sources_of_depths
 
 
 def test_every_kind_of_source_has_its_colour_the_full_pass_last():
     sources = ["full pass", "exit layer 16", "3-gram", "exit layer 8", "remembered 12-gram", "draft head", "5-gram"]
+    sources.append("successor")
     colours = source_colours(sources)
-    kinds = [NGRAM, EARLIER_ANSWER, DRAFT_HEAD, "exit layer 8", "exit layer 16", FULL_PASS]
+    kinds = [NGRAM, EARLIER_ANSWER, SUCCESSOR, DRAFT_HEAD, "exit layer 8", "exit layer 16", FULL_PASS]
     assert list(colours) == kinds
-    assert [colours[kind] for kind in kinds[3:]] == [*OTHERS[:2], COLOURS[FULL_PASS]]
+    assert [colours[kind] for kind in kinds[4:]] == [*OTHERS[:2], COLOURS[FULL_PASS]]
     repeated = source_colours(f"exit layer {layer}" for layer in range(1, 8))
     assert [repeated[f"exit layer {layer}"] for layer in (6, 7)] == list(OTHERS[:2])
     assert len({colour.css for colour in colours.values()}) == len(kinds)

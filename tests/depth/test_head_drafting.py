@@ -18,6 +18,7 @@ OPTIONS = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None}
 WIDTH = 3
 
 
+@pytest.mark.parametrize("kind", ["right", "trees"])
 @pytest.mark.parametrize(
     ("family", "rows", "every", "changes"),
     [
@@ -29,11 +30,11 @@ WIDTH = 3
         ("qwen3_moe", 3, 1, {"draft_vocab_size": 20}),
     ],
 )
-def test_drafts_are_those_after_the_whole_text(family, rows, every, changes):
+def test_drafts_are_those_after_the_whole_text(family, rows, every, changes, kind):
     model, batch = tiny_model(family), prompts(rows, pads=2 if rows > 1 else 0)
     plain = model.generate(**batch, **OPTIONS)
     TIDEModelForCausalLM.attach(model, draft_head_for(model, **changes))
-    made = use_heads(model, 0, WIDTH, every, continuations=new_tokens(plain))
+    made = use_heads(model, 0, WIDTH, every, continuations=new_tokens(plain), kind=kind)
     assert torch.equal(model.generate(**batch, **OPTIONS), plain)
     drafted, pads = made[0].drafted, (batch["attention_mask"] == 0).sum(dim=1)
     assert drafted

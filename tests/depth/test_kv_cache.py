@@ -288,7 +288,7 @@ def test_a_cache_is_compacted_where_that_frees_slots_and_not_for_a_row_that_is_s
     slots = CacheSlots(cache, 4, None, 0.25, torch.device("cpu"))
     for accepted in [[4, 1]] * 10 + [[1, 4]] * 10:
         cache.update(new, new, 0)
-        slots.commit(4, accepted)
+        slots.commit(4, [list(range(count)) for count in accepted])
         assert slots.length == cache.get_seq_length()
         found.append(slots.num_compactions)
     assert found == [0] * 15 + [1] * 5  # with 68 slots, of which the longer row needs 50

@@ -191,3 +191,13 @@ def test_a_real_models_tokens_stay(smollm2):
         assert converted(model) == {PlainWeight}
     finally:
         TIDEModelForCausalLM.detach(model)
+
+
+def test_the_log_says_once_why_drafts_are_chains(caplog):
+    model, options = tiny_model("bloom"), {**OPTIONS, "max_new_tokens": 4}
+    TIDEModelForCausalLM.attach(model)
+    with caplog.at_level(logging.INFO, logger="tide_hf.speculation"):
+        for _ in range(2):
+            model.generate(**prompts(), **options)
+    expected = "drafts of BloomForCausalLM are chains, and not trees: its positions, or masks of its own"
+    assert caplog.messages.count(expected) == 1

@@ -23,7 +23,11 @@ FAMILIES = ("llama", "mistral", "gpt2", "bloom", "opt", "qwen2_5_vl")  # with an
 def uploads(monkeypatch):
     """Each upload's tokens; a pass that has run ahead needs none."""
     found, upload = [], StaticEngine.upload
-    monkeypatch.setattr(StaticEngine, "upload", lambda self, ids, back=0: (found.append(ids), upload(self, ids, back)))
+    monkeypatch.setattr(
+        StaticEngine,
+        "upload",
+        lambda self, ids, *args, **kwargs: (found.append(ids), upload(self, ids, *args, **kwargs)),
+    )
     return found
 
 

@@ -31,16 +31,25 @@ def test_the_chain_goes_on_with_the_likeliest_child():
     assert chain.chain() is chain
 
 
+def test_a_branch_goes_on_from_any_node():
+    assert [tree().branch(node) for node in (ROOT, 0, 2)] == [[0, 3, 4], [3, 4], []]
+
+
 def test_after_siblings_the_parent_has_to_be_named():
     with pytest.raises(ConfigurationError, match=r"Pass parent="):
         tree().add([1], "a")
 
 
-def test_what_was_accepted_and_what_stood_beside_it_is_judged():
-    draft = tree()
-    assert list(draft.judged([0, 3])) == [("a", 1, 1), ("b", 1, 0), ("a", 1, 0), ("b", 2, 1)]
-    assert list(draft.judged([])) == [("a", 1, 0), ("b", 1, 0)]
-    assert Accepted([5, 8, 1], [0, 3]).sources(draft) == ["a", "b", FULL_PASS]
+def test_new_tokens_have_the_sources_of_the_path():
+    assert Accepted([5, 8, 1], [0, 3]).sources(tree()) == ["a", "b", FULL_PASS]
+
+
+def test_the_kv_of_the_path_stay_and_those_of_padding_that_an_ended_row_adds():
+    assert Accepted([5, 8, 1], [0, 3]).kept == [0, 1, 4]
+    assert Accepted([5, 8], [0, 3]).kept == [0, 1]  # the answer ends with a draft token, which no pass reads again
+    assert Accepted([5, 0, 0], [0]).kept == [0, 1, 2]
+    assert Accepted().kept == []
+    assert tree().parents(8) == [-1, 0, 1, 0, 1, 4, 0, 0]
 
 
 class Siblings:
@@ -63,7 +72,7 @@ class Siblings:
 
 @pytest.mark.parametrize("engine", ATTACH)
 @pytest.mark.parametrize("rows", [1, 3])
-def test_of_a_tree_the_likeliest_branch_is_verified_as_far_as_passes_reach(rows, engine):
+def test_a_tree_or_its_likeliest_branch_is_verified_as_far_as_passes_reach(rows, engine):
     model, batch = tiny_model("llama"), prompts(rows)
     expected = model.generate(**batch, **OPTIONS)
     ATTACH[engine](model)
@@ -71,8 +80,8 @@ def test_of_a_tree_the_likeliest_branch_is_verified_as_far_as_passes_reach(rows,
     model._tide.make_drafter = lambda *_: drafter
     assert torch.equal(model.generate(**batch, **OPTIONS), expected)
     assert "mine" in model.last_exit_stats.sources[0]
-    assert max(map(len, drafter.verified)) < WIDEST
-    assert not any(9 in tokens[1:] for tokens in drafter.verified)
+    assert engine == "eager" or max(map(len, drafter.verified)) < WIDEST
+    assert any(9 in tokens[1:] for tokens in drafter.verified) == (engine != "captured")
 
 
 @pytest.mark.parametrize("engine", ATTACH)

@@ -10,14 +10,12 @@ from simulated_machine import Machine, costs_of_tokens
 from tide_hf.speculation.policy import (
     COMPARABLE,
     FORGET_AFTER,
-    MAX_DRAFT,
     STALE,
     AcceptanceTable,
     CostTable,
-    Option,
-    choose,
-    choose_continuation,
-    worth_another_draft,
+    Prices,
+    best_plan,
+    step_gains,
 )
 
 PLAIN = ("verify", 1)
@@ -40,12 +38,14 @@ def record(table, key, milliseconds, times=6):
         table.record(key if isinstance(key, tuple) else ("verify", key), milliseconds)
 
 
-def ngrams(*rows) -> Option:
-    return Option("n-gram", rows)
+def rows(*promises):
+    """What each row promises, as `best_plan` asks for it."""
+    return [lambda count, row=row: row[:count] for row in promises]
 
 
-def head(*rows, exit_layer=4) -> Option:
-    return Option(f"exit layer {exit_layer}", rows, exit_layer)
+def planned(table, *promises, drafted_ms=0.0):
+    """The width of the best plan."""
+    return best_plan(rows(*promises), Prices(table), drafted_ms).width
 
 
 def test_the_first_measurement_of_a_width_is_no_estimate():
@@ -80,92 +80,68 @@ def test_a_pass_costs_what_the_step_it_is_padded_to_costs():
     assert [table.verify(width) for width in (1, 2, 3, 4, 8)] == [10.0, 10.5, 20.0, 20.0, 20.0]
     assert table.verify(9) == math.inf  # there is no such step
     assert table.resized().verify(3) == table.resized().verify(8)
-    assert not worth_another_draft([1.0], 1.0, 7, 0, table, ms_per_token=10.0)
-    assert choose([ngrams((0.3, 2))], table).num_draft_tokens == 1  # two tokens would take the step of eight
+    assert planned(table, [0.3, 0.2]) == 2  # two tokens would take the step of eight
+    assert planned(table, [1.0] * 15) == 8
 
 
-SURE, NOTHING = (0.9, 15), (0.0, 0)
-
-
-@pytest.mark.parametrize(
-    ("table", "options", "source"),
-    [
-        (CostTable(30), [ngrams((0.99, 8))], None),  # until plain decoding is measured
-        (costs({2: 30.0, 16: 400.0}), [ngrams(SURE)], None),
-        (costs({16: 12.0}, {8: 1.0}), [ngrams((0.2, 15)), head((0.8, 4), exit_layer=8)], "exit layer 8"),
-        (costs({16: 12.0}, {8: 1.0}), [ngrams((0.2, 15))], "n-gram"),
-        (costs({2: 11.0}, {24: 9.0}), [head((0.7, 15), exit_layer=24)], None),
-        # A wide pass costs the same however many rows have a draft.
-        (costs({2: 13.0, 16: 60.0}), [ngrams(SURE, NOTHING, NOTHING, NOTHING)], None),
-        (costs({2: 13.0, 16: 60.0}), [ngrams(SURE, SURE, SURE, NOTHING)], "n-gram"),
-        # A draft step is taken to cost its share of the layers, and of the output head the draft vocabulary's.
-        (costs(head_share=0.21), [head((0.22, 15))], None),
-        (costs(head_share=0.28), [head((0.39, 15), exit_layer=0)], None),
-        (costs(head_share=0.28, vocab_share=0.02), [head((0.39, 15), exit_layer=0)], "exit layer 0"),
-        (costs(head_share=0.21), [head((0.6, 15))], "exit layer 4"),
-    ],
-)
-def test_the_source_with_the_most_tokens_per_second_drafts(table, options, source):
-    choice = choose(options, table)
-    assert (choice.option and choice.option.source) == source
-    assert choice.num_draft_tokens <= max(limit for option in options for _, limit in option.rows)
-
-
-def test_a_choice_has_the_expected_cost_of_its_tokens():
-    table = costs({8: 12.0}, {4: 1.0})
-    choice = choose([head((1.0, 7), (1.0, 7))], table)
-    assert choice.num_draft_tokens == 7
-    assert choice.ms_per_token == pytest.approx((12.0 + 7 * 1.0) / 16)
-    assert choose([ngrams((1.0, 7))], table).ms_per_token == pytest.approx(12.0 / 8)
-    assert choose([ngrams((0.5, 2))], costs({3: 10.0})).ms_per_token == pytest.approx(10.0 / 1.75)
+SURE, HALF, FALLING = [1.0] * 15, [0.5] * 15, [0.6, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01]
 
 
 @pytest.mark.parametrize(
-    ("survivals", "acceptance", "ms_per_token", "catch_up", "expected"),
+    ("table", "promises", "drafted_ms", "width"),
     [
-        ([0.9, 0.1], 1.0, 5.0, False, True),
-        ([0.3, 0.1], 1.0, 5.0, False, False),
-        ([0.9], 0.2, 10.0, False, False),  # the next one is seldom accepted
-        ([0.9], 1.0, 2.0, False, False),  # rounds without it give cheaper tokens
-        ([1.0], 0.3, 10.0, False, True),  # 3 ms gained, 2 spent
-        ([1.0], 0.3, 10.0, True, False),  # which are 4 on a pass over the tokens so far
-        ([1.0], 0.5, 10.0, True, True),
+        (costs({2: 30.0, 16: 400.0}), [SURE], 0.0, 1),
+        (costs({2: 10.0, 16: 10.0}), [SURE], 0.0, 16),
+        (costs({2: 10.0, 16: 10.0}), [SURE[:4]], 0.0, 5),  # as wide as there are nodes
+        (costs({2: 10.0, 16: 10.0}), [[], SURE[:4]], 0.0, 5),
+        (costs({2: 10.0, 16: 10.0}), [[], []], 0.0, 1),
+        (costs({2: 12.0, 3: 14.0, 4: 16.0, 16: 40.0}), [FALLING], 0.0, 3),
+        (costs({2: 12.0, 3: 14.0, 4: 16.0, 16: 40.0}), [FALLING, FALLING], 0.0, 3),
+        # A wide pass costs the same however many rows promise something.
+        (costs({2: 12.0, 3: 14.0, 4: 16.0, 16: 40.0}), [FALLING, [], []], 0.0, 1),
+        # The first node alone does not pay, but many do.
+        (costs({2: 16.0, 16: 17.0}), [HALF], 0.0, 16),
+        # Once a draft step has been paid for, each further node is worth more.
+        (costs({2: 12.0, 3: 14.0, 4: 16.0, 16: 40.0}), [FALLING], 20.0, 4),
     ],
 )
-def test_drafting_continues_only_while_it_pays(survivals, acceptance, ms_per_token, catch_up, expected):
-    table = costs({4: 20.0, 8: 20.0}, {4: 2.0})
-    assert worth_another_draft(survivals, acceptance, 3, 4, table, ms_per_token, catch_up) == expected
+def test_a_pass_is_as_wide_as_gives_the_most_tokens_per_millisecond(table, promises, drafted_ms, width):
+    assert planned(table, *promises, drafted_ms=drafted_ms) == width
 
 
-STEEP, FLAT = costs({16: 400.0, 3: 26.0, 2: 15.0}), costs({16: 10.0})
+def test_a_plan_has_the_expected_rate_of_its_tokens():
+    table = costs({8: 12.0})
+    assert best_plan(rows(SURE[:7], SURE[:7]), Prices(table), 8.0).rate == pytest.approx(16 / 20)
+    assert best_plan(rows([]), Prices(table)).rate == pytest.approx(1 / 10)
 
 
-@pytest.mark.parametrize(
-    ("offers", "survivals", "drafted", "table", "expected"),
-    [
-        ([(0.9, 5)], [1.0], 0, STEEP, 1),
-        ([(0.9, 5)], [0.5], 0, STEEP, 0),  # the draft so far may well be rejected
-        ([(0.9, 5)], [1.0], 1, STEEP, 0),  # the next slot costs more
-        ([(0.9, 5), NOTHING], [1.0, 1.0], 0, STEEP, 0),  # a pass is of all rows
-        ([(0.9, 5), (0.9, 5)], [1.0, 1.0], 0, STEEP, 1),
-        ([(0.9, 3), (0.9, 5)], [1.0, 1.0], 0, FLAT, 5),
-        ([(0.9, 5)], [1.0], MAX_DRAFT - 2, FLAT, 2),
-    ],
-)
-def test_free_tokens_are_added_while_they_are_worth_a_wider_pass(offers, survivals, drafted, table, expected):
-    assert choose_continuation(offers, survivals, drafted, table) == expected
+def test_further_draft_steps_promise_what_the_head_has_been_right_about():
+    (found,) = step_gains([[0.4]], [0.5], [0.6, 0.2], 2)
+    assert found == pytest.approx([0.4, 0.3, 0.18, 0.1, 0.06])
 
 
-def test_acceptance_counts_up_to_the_first_rejection_and_forgotten_drafts_give_way_to_the_prior():
-    table = AcceptanceTable({"a": 0.5, "b": 0.5}, weight=2.0, decay=1.0)
-    table.record("a", 5, 1)  # one accepted, one rejected, three that say nothing
-    assert table.probability("a") == pytest.approx(2 / 4)
-    table.record("a", 2, 2)
-    assert table.probability("a") == pytest.approx(4 / 6)
+def test_acceptance_is_learned_by_source_and_rank_and_forgotten_drafts_give_way_to_the_prior():
+    table = AcceptanceTable({("a", 0): 0.5, ("a", 1): 0.5, ("b", 0): 0.5}, weight=2.0, decay=1.0)
+    table.record(("a", 0), True)
+    table.record(("a", 0), False)
+    assert table.probability(("a", 0)) == pytest.approx(2 / 4)
+    table.record(("a", 0), True)
+    table.record(("a", 0), True)
+    assert table.probability(("a", 0)) == pytest.approx(4 / 6)
+    assert table.probability(("a", 1)) == 0.5
     for _ in range(100):
         table.forget("a", 0.9)
-    assert table.probability("a") == pytest.approx(0.5, abs=1e-3)
-    assert table.probability("b") == 0.5
+    assert table.probability(("a", 0)) == pytest.approx(0.5, abs=1e-3)
+    assert table.probability(("b", 0)) == 0.5
+
+
+def test_scores_that_promise_too_much_are_corrected():
+    table = AcceptanceTable({("a", 0): 0.5})
+    assert table.probability(("a", 0), 0.8) == pytest.approx(0.8)
+    for number in range(100):
+        table.record(("a", 0), number % 2 == 0, 0.9)
+    assert table.probability(("a", 0), 0.9) == pytest.approx(0.5, abs=0.03)
+    assert table.probability(("a", 0), 0.3) == pytest.approx(0.17, abs=0.02)
 
 
 def test_on_a_machine_that_slows_down_all_costs_rise():
@@ -178,13 +154,13 @@ def test_on_a_machine_that_slows_down_all_costs_rise():
 
 
 def test_plain_decoding_is_measured_again_over_time():
-    option, table = ngrams((0.9, 8)), costs({4: 12.0})
+    table = costs({4: 12.0})
     record(table, 4, 12.0, times=STALE - 1)
-    assert choose([option], table).option is option
+    assert table.may_draft
     record(table, 4, 12.0, times=1)
-    assert choose([option], table).option is None
+    assert not table.may_draft
     record(table, 1, 10.0, times=1)
-    assert choose([option], table).option is option
+    assert table.may_draft
 
 
 def test_unused_costs_are_forgotten_so_that_they_are_tried_again():
@@ -229,7 +205,8 @@ def test_on_any_machine_a_first_short_answer_loses_little():
 
 
 def test_where_drafts_lose_drafting_is_paused_and_nothing_is_drafted_then():
-    machine = Machine(1.0, 0.4, 0.8, 0.1, 0.03, head=0.2, sharpness=0.9, boast=3.0, copying=0.0, copied=3)
+    costly = {"head": 0.45, "sharpness": 0.9, "boast": 3.0, "copying": 0.0, "copied": 3, "first": 2.5}
+    machine = Machine(0.5, 0.4, 0.03, 0.1, 0.03, **costly)
     pauses = []
     costs = costs_of_tokens(random.Random(0), machine, num_answers=2, length=400, change=0.0, pauses=pauses)
     assert 0.5 * len(costs) < sum(pauses) < len(costs)

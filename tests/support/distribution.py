@@ -8,7 +8,7 @@ import torch
 from families import tiny_model
 
 from tide_hf import TIDEModelForCausalLM
-from tide_hf.speculation.drafts import Draft
+from tide_hf.speculation.drafts import ROOT, Draft
 
 VOCAB, LENGTH, SAMPLES = 5, 3, 4000
 WARPERS = {"do_sample": True, "temperature": 0.8, "top_k": 4, "eos_token_id": None}
@@ -16,10 +16,16 @@ PROMPT = torch.tensor([[1, 3, 2, 4]])
 
 
 class BadDrafter:
-    """Drafts the same two tokens every round; the first of them is likely now and then."""
+    """Drafts the same tree every round: two tokens, of which the first is likely now and then, and others beside."""
 
     def draft(self, rows, limits):
-        return [Draft().add([2, 1][:limit], "script") for limit in limits]
+        return [self._draft(limit) for limit in limits]
+
+    def _draft(self, limit):
+        draft = Draft().add([2, 1][:limit], "script", probability=0.9)
+        if limit > 1:
+            draft.add([3], "script", parent=0, probability=0.2)
+        return draft.add([4, 3][:limit], "script", parent=ROOT, probability=0.1)
 
     def observe(self, row, draft, accepted):
         pass

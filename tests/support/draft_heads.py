@@ -73,6 +73,7 @@ def drafts_after(model, text, width):
     state, token, drafted = fused[:, last - 1 : last], ids[:, -1], []
     for step in range(width):
         token, _, state = head.draft(head(embed(token)[:, None], state, torch.tensor([[last + step]]), kv, None))
+        token = token[:, 0]
         drafted.append(int(token))
     return drafted
 

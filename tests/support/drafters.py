@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tide_hf import TIDERouters
 from tide_hf.engines.static import UNREAD
 from tide_hf.speculation.attachment import Attachment
-from tide_hf.speculation.drafts import Accepted, Draft
+from tide_hf.speculation.drafts import ROOT, Accepted, Draft
 from tide_hf.speculation.policy import CostTable
 
 KINDS = ("right", "wrong", "random", "wrong at the last position")
@@ -44,6 +44,29 @@ class ScriptedDrafter:
         self.generated[row] += len(accepted.tokens)
 
 
+class TreeDrafter(ScriptedDrafter):
+    """Drafts random trees of up to `width` nodes, through which the right tokens run a random way.
+
+    Wrong nodes stand before, beside and after the right ones, and have children of their own.
+    """
+
+    def _draft(self, row: int, limit: int) -> Draft:
+        start, draft, depths, right = self.generated[row], Draft(), {ROOT: 0}, ROOT
+        while limit and len(draft.nodes) < self.width:
+            parent = right if self.random.random() < 0.5 else self.random.choice(list(depths))
+            text = self.continuations[row][start + depths[parent] :]
+            is_right = parent == right and text and self.random.random() < 0.7
+            token = text[0] if is_right else self.random.randrange(self.vocab_size)
+            taken = [draft.nodes[child].token for child in draft.children(parent)]
+            if depths[parent] == limit or token in taken or (not is_right and token in text[:1]):
+                limit *= self.random.random() < 0.9  # ends a tree that has no room left
+                continue
+            draft.add([token], "script", parent=parent)
+            depths[len(draft.nodes) - 1] = depths[parent] + 1
+            right = len(draft.nodes) - 1 if is_right else right
+        return draft
+
+
 class HeadDrafter:
     """Drafts `width` tokens in each `every`-th round, with the head at one exit layer or at several in turn.
 
@@ -55,7 +78,7 @@ class HeadDrafter:
         self.exit_layers = [exit_layer] if isinstance(exit_layer, int) else exit_layer
         self.texts = [list(prompt) for prompt in prompts]
         self.drafted: list[tuple[list[int], list[int]]] = []  # (tokens of the row before, draft tokens) of each draft
-        self.scores: list[list[float]] = []  # exit scores of draft steps, on engines that read drafts
+        self.scores: list[list[list[float]]] = []  # exit scores of draft steps, on engines that read drafts
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         self.rounds += 1
@@ -69,9 +92,9 @@ class HeadDrafter:
         tokens: list[list[int]] = [[] for _ in limits]
         for _ in range(min(self.width, *limits)):
             new, scores = self.engine.draft(exit_layer, tokens)
-            assert all(0.0 <= score <= 1.0 for score in scores)
+            assert all(0.0 <= score <= 1.0 for row in scores for score in row)
             self.scores.append(scores)
-            tokens = [before + drafted for before, drafted in zip(tokens, new, strict=True)]
+            tokens = [before + candidates[:1] for before, candidates in zip(tokens, new, strict=True)]
         return tokens
 
     def _draft_unread(self, exit_layer: int, limits: list[int]) -> list[list[int]]:
@@ -111,9 +134,9 @@ def drafting_routers(model, **config) -> TIDERouters:
 
 
 def use_drafter(model, kind: str, continuations: list[list[int]], width: int = 3) -> None:
-    """Let an attached model draft with a `ScriptedDrafter`."""
-    vocab_size = model._tide.structure.vocab_size
-    model._tide.make_drafter = lambda *_: ScriptedDrafter(kind, continuations, vocab_size, width)
+    """Let an attached model draft with a `ScriptedDrafter`, or a `TreeDrafter` if `kind` is "trees"."""
+    drafter, vocab_size = TreeDrafter if kind == "trees" else ScriptedDrafter, model._tide.structure.vocab_size
+    model._tide.make_drafter = lambda *_: drafter(kind, continuations, vocab_size, width)
 
 
 def use_heads(
@@ -129,7 +152,9 @@ def use_heads(
         made.append(HeadDrafter(call.prompts, engine, exit_layer, width, every))
         if continuations is None:
             return made[-1]
-        script = ScriptedDrafter(kind, continuations, model._tide.structure.vocab_size, width)
+        script = (TreeDrafter if kind == "trees" else ScriptedDrafter)(
+            kind, continuations, model._tide.structure.vocab_size, 3 * width if kind == "trees" else width
+        )
         return Alternating(made[-1], script)
 
     model._tide.make_drafter = make

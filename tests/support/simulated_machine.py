@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from tide_hf.speculation.drafters import HybridDrafter
-from tide_hf.speculation.drafts import Accepted, Draft
+from tide_hf.speculation.drafts import ROOT, Accepted, Draft
 from tide_hf.speculation.policy import CostTable
+from tide_hf.speculation.sources import Ngrams
 
 NUM_LAYERS, VOCAB, PROMPT_LENGTH = 30, 5000, 40
 PLAIN_MS = 10.0
@@ -66,7 +67,7 @@ class _Text:
 class _Engine:
     """An engine with a draft head, for one row; `spent` is what its passes have cost, in plain passes."""
 
-    reads_drafts, temperature, head_layer = True, 0.0, 0
+    reads_drafts, takes_trees, head_layer = True, True, 0
 
     def __init__(self, rng, machine, costs, seen):
         self.rng, self.machine, self.costs, self.text = rng, machine, costs, _Text(rng, machine)
@@ -90,17 +91,25 @@ class _Engine:
         odds = machine.boast * score / (1 - score)
         is_right &= all(token == self.text[self.position + place] for place, token in enumerate(tokens))
         token = self.text[self.position + len(tokens)] if is_right else -1 - self.rng.randrange(VOCAB)
-        return [[token]], [odds / (1 + odds)]
+        return [[token]], [[odds / (1 + odds)]]
 
-    def verify(self, drafted):
-        """Return the new tokens, the accepted ones of a draft and one more."""
-        wider = self.machine.wider + self.machine.slope * len(drafted) if drafted else 0.0
-        self._pay(("verify", 1 + len(drafted)), 1.0 + wider)
-        start, accepted = self.position, 0
-        while accepted < len(drafted) and drafted[accepted] == self.text[start + accepted]:
-            accepted += 1
-        self.position += accepted + 1
-        return [self.text[place] for place in range(start, self.position)]
+    def likeliest(self):
+        return []
+
+    def verify(self, draft):
+        """Return the new tokens, those of the draft's path that is right and one more, and this path."""
+        num_nodes = len(draft.nodes)
+        self._pay(
+            ("verify", 1 + num_nodes), 1.0 + (self.machine.wider + self.machine.slope * num_nodes) * (num_nodes > 0)
+        )
+        start, node, path = self.position, ROOT, []
+        while (node := self._right_child(draft, node, start + len(path))) is not None:
+            path.append(node)
+        self.position += len(path) + 1
+        return Accepted([self.text[place] for place in range(start, self.position)], path)
+
+    def _right_child(self, draft, node, place):
+        return next((child for child in draft.children(node) if draft.nodes[child].token == self.text[place]), None)
 
 
 def costs_of_tokens(rng, machine, num_answers, length, change, pauses=None):
@@ -118,8 +127,9 @@ def costs_of_tokens(rng, machine, num_answers, length, change, pauses=None):
     for _ in range(num_answers):
         other = Machine.drawn(rng) if rng.random() < change else machine
         engine = _Engine(rng, machine, table, seen)
-        drafter = HybridDrafter([engine.text.tokens[:]], lambda _: table, {0: prior}, engine, learned)
-        drafter.observe(0, Draft(), Accepted(engine.verify([])))
+        sources = [Ngrams([engine.text.tokens[:]])]
+        drafter = HybridDrafter(sources, lambda _: table, {0: prior}, engine, learned)
+        drafter.observe(0, Draft(), engine.verify(Draft()))
         left, engine.spent, paused = length, 0.0, False
         while left:
             if left <= length // 2:
@@ -130,8 +140,9 @@ def costs_of_tokens(rng, machine, num_answers, length, change, pauses=None):
             paused = table.drafting_paused and not draft.tokens
             if pauses is not None:
                 pauses.append(paused)
-            new = engine.verify(draft.tokens)
-            drafter.observe(0, draft, Accepted(new, [*range(len(new) - 1)]))
-            costs += [(engine.spent - before) / len(new)] * len(new)
-            left -= len(new)
+            accepted = engine.verify(draft)
+            drafter.observe(0, draft, accepted)
+            num_new = len(accepted.tokens)
+            costs += [(engine.spent - before) / num_new] * num_new
+            left -= num_new
     return costs

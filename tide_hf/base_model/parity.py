@@ -54,12 +54,26 @@ def probe(model: PreTrainedModel, structure: DecoderStructure, start: int, end: 
 
     The `cache`, if any, holds the tokens before `start`. Refuses a model that does not run on text alone.
     """
+    tokens = torch.arange(start, end, device=input_device(model))
+    return probe_tokens(model, structure, tokens, tokens, end, cache)
+
+
+@torch.no_grad()
+def probe_tokens(
+    model: PreTrainedModel,
+    structure: DecoderStructure,
+    tokens: Tensor,
+    positions: Tensor,
+    slots: int,
+    cache: Cache | None,
+) -> Tensor:
+    """As [`probe`], for any tokens (width,), modulo the vocabulary, at any positions, the last `slots` of the cache."""
     try:
-        inputs = _probe_inputs(model, structure, start, end, cache)
+        inputs = _probe_inputs(model, structure, tokens, positions, slots, cache)
         with evaluating(model):
             logits = model(**without_router_loss(model, inputs)).logits[0].float()
-        if len(logits) != end - start:  # CPM-Ant, with tokens of its own before the prompt
-            raise ValueError(f"{len(logits)} logits for {end - start} tokens")
+        if len(logits) != len(tokens):  # CPM-Ant, with tokens of its own before the prompt
+            raise ValueError(f"{len(logits)} logits for {len(tokens)} tokens")
         return logits
     except torch.OutOfMemoryError:  # says nothing about the model
         raise
@@ -79,16 +93,22 @@ def uses_slot_positions(model: PreTrainedModel, structure: DecoderStructure, end
     It does if `generate` passes it no positions, unless it finds them in the mask, as Bloom's ALiBi does.
     """
     has_alibi = hasattr(model.base_model, "build_alibi_tensor")
-    return not has_alibi and _probe_inputs(model, structure, end, end + 1, cache).get("position_ids") is None
+    next_one = torch.full((1,), end, device=input_device(model))
+    inputs = _probe_inputs(model, structure, next_one, next_one, end + 1, cache)
+    return not has_alibi and inputs.get("position_ids") is None
 
 
 def _probe_inputs(
-    model: PreTrainedModel, structure: DecoderStructure, start: int, end: int, cache: Cache | None
+    model: PreTrainedModel,
+    structure: DecoderStructure,
+    tokens: Tensor,
+    positions: Tensor,
+    slots: int,
+    cache: Cache | None,
 ) -> dict[str, Any]:
-    positions = torch.arange(start, end, device=input_device(model))[None]
-    tokens = positions % structure.vocab_size
+    positions, tokens = positions[None], tokens[None] % structure.vocab_size
     # The mask is explicit, since transformers warns if the probe contains the pad token and no mask is passed.
-    inputs: dict[str, Any] = {"attention_mask": tokens.new_ones(1, end)}
+    inputs: dict[str, Any] = {"attention_mask": tokens.new_ones(1, slots)}
     if cache is None:
         return {**inputs, "input_ids": tokens, "use_cache": False}
     if "position_ids" in inspect.signature(model.forward).parameters:  # as `generate` does

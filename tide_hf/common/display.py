@@ -14,7 +14,7 @@ from html import escape
 from typing import Any
 
 from .errors import ConfigurationError, MissingPackageError
-from .token_sources import DRAFT_HEAD, EARLIER_ANSWER, FULL_PASS, NGRAM, kind_of
+from .token_sources import DRAFT_HEAD, EARLIER_ANSWER, FULL_PASS, NGRAM, SUCCESSOR, kind_of
 
 SIZE = (5.6, 3.6)  # width and height of a plot, in inches
 DOTS_PER_INCH = 120
@@ -36,6 +36,7 @@ class Colour:
 COLOURS = {
     NGRAM: Colour("bold green", "#a5dfa9"),
     EARLIER_ANSWER: Colour("bold yellow", "#f3dc83"),
+    SUCCESSOR: Colour("bold magenta", "#e3b5e8"),
     DRAFT_HEAD: Colour("bold cyan", "#8fdbe6"),
     FULL_PASS: Colour("default", "#e3e3e3"),
 }
@@ -52,7 +53,7 @@ def source_colours(sources: Iterable[str]) -> dict[str, Colour]:
     """The colour of each kind of source in `sources`, the full pass last; those of exit layers repeat after five."""
     kinds = {kind_of(source) for source in sources}
     others = sorted(kinds - COLOURS.keys(), key=lambda kind: (len(kind), kind))  # exit layer 8 before exit layer 16
-    scale = {kind: COLOURS[kind] for kind in (NGRAM, EARLIER_ANSWER, DRAFT_HEAD)}
+    scale = {kind: COLOURS[kind] for kind in (NGRAM, EARLIER_ANSWER, SUCCESSOR, DRAFT_HEAD)}
     scale |= {kind: OTHERS[position % len(OTHERS)] for position, kind in enumerate(others)}
     scale[FULL_PASS] = COLOURS[FULL_PASS]
     return {kind: colour for kind, colour in scale.items() if kind in kinds}

@@ -25,7 +25,7 @@ class DraftStreamer(BaseStreamer):
 
     Attributes:
         sources: What wrote each token of the rounds that have ended, as in `ExitStats.sources`.
-        rejected: The draft tokens that the last round rejected.
+        rejected: The draft tokens that the last round rejected; of a tree, those of the likeliest branch.
     """
 
     def __init__(self, tokenizer: Any, on_change: Callable[[DraftStreamer], object] = lambda _: None) -> None:

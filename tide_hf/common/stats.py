@@ -21,7 +21,7 @@ class ExitStats:
         sources: For each row, what wrote each new token: the "draft head", an "exit layer 8", a "3-gram" of the row, a
             "remembered 12-gram" of an earlier answer, or a "full pass", which gives plain and bonus tokens.
         rounds: Draft-and-verify rounds (`self_speculative`).
-        drafted: Draft tokens that were verified.
+        drafted: Draft tokens that were verified: all nodes of the trees that were tried.
         accepted: Draft tokens that the base model accepted and that are part of the output.
         mlp_tokens_skipped: Prompt tokens that an MLP skipped, counted once per layer (`early_exit` with
             `exits_in_prompt`).

@@ -8,6 +8,7 @@ FULL_PASS = "full pass"
 DRAFT_HEAD = "draft head"
 NGRAM = "n-gram"
 EARLIER_ANSWER = "earlier answer"
+SUCCESSOR = "successor"  # a token that earlier passes gave after the row's last one
 
 
 def ngram_source(length: int) -> str:

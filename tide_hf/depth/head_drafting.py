@@ -16,6 +16,7 @@ from ..routers.draft_head import Attention, DraftHead, attend
 from ..routers.routers import TIDERouters
 from .gates import ExecuteLayer, LayerGate, LayerRun, input_state, on_device
 from .kv_cache import crop
+from .masks import current_tree
 
 STATE_ATTRIBUTE = "_tide_head"  # of a returned cache, holding a `HeadState`
 MAX_PENDING_TOKENS = 64  # bounds the memory of tapped states whose K/V are not filled yet
@@ -137,37 +138,38 @@ class HeadRun(LayerRun):
         """Passes whose K/V the head has yet to fill."""
         return len(self._pending)
 
-    def commit(self, accepted: list[int]) -> None:
-        """After a verify pass, continue from the first `accepted[row]` of its tokens."""
+    def commit(self, kept: list[list[int]]) -> None:
+        """After a verify pass, continue from those of its tokens, by index, that each row has kept."""
         self.draft_hidden_state = None
         if self.is_lazy:
             last = self._pending[-1]
-            last.embeddings, last.tapped = last.embeddings[:, : accepted[0]], last.tapped[:, : accepted[0]]
+            last.embeddings, last.tapped = last.embeddings[:, kept[0]], last.tapped[:, kept[0]]
             if sum(one.embeddings.shape[1] for one in self._pending) > MAX_PENDING_TOKENS:
                 self._fill()
         elif self.last_hidden_states is not None:
-            self.continue_from(self.last_hidden_states, accepted)
+            self.continue_from(self.last_hidden_states, [slots[-1] if slots else 0 for slots in kept])
 
-    def continue_from(self, last_hidden_states: Tensor, accepted: list[int]) -> None:
-        """Continue from the first `accepted[row]` tokens of a pass with these fused states, (rows, width, D)."""
-        rows = torch.arange(len(accepted), device=last_hidden_states.device)
-        last = torch.tensor(accepted, device=last_hidden_states.device) - 1
-        self.prev_hidden_state = last_hidden_states[rows, last.clamp(min=0)][:, None]
+    def continue_from(self, last_hidden_states: Tensor, last: list[int]) -> None:
+        """Continue from each row's token, by index, of a pass with these fused states, (rows, width, D)."""
+        rows = torch.arange(len(last), device=last_hidden_states.device)
+        index = torch.tensor(last, device=last_hidden_states.device)
+        self.prev_hidden_state = last_hidden_states[rows, index][:, None]
 
     def select(self, index: Tensor) -> None:
         """Drop all rows but these."""
         if self.prev_hidden_state is not None:
             self.prev_hidden_state = self.prev_hidden_state[index.to(self.prev_hidden_state.device)]
 
-    def draft(self, tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Draft one token for each row.
+    def draft(self, tokens: Tensor, mask: Tensor | None, num_tokens: int = 1) -> tuple[Tensor, Tensor]:
+        """Draft the likeliest next tokens of each row.
 
         Args:
             tokens: (rows, 1), each row's last token, or the one drafted before.
             mask: (rows, slots) of the cached tokens and these; `None` for ones.
+            num_tokens: How many.
 
         Returns:
-            The drafted tokens (rows), and the probabilities (rows) that the base model agrees.
+            The tokens, best first, and the probabilities that the base model agrees, (rows, num_tokens) each.
         """
         self._fill()
         fused = self.draft_hidden_state if self.draft_hidden_state is not None else self.prev_hidden_state
@@ -177,7 +179,7 @@ class HeadRun(LayerRun):
         attended = attended_slots(mask, slots, self.kv.get_seq_length())
         positions, attended = positions_of(mask, slots).to(device), attended.to(device)
         output = self.head(embeddings, fused, positions, self.kv, attended, self.attention)
-        top, scores, self.draft_hidden_state = self.head.draft(output)
+        top, scores, self.draft_hidden_state = self.head.draft(output, num_tokens)
         return top, scores
 
     def rollback(self, num_tokens: int) -> None:
@@ -217,6 +219,10 @@ class HeadRun(LayerRun):
         previous = torch.cat([before.to(fused), fused[:, :-1]], dim=1)
         width, embeddings = embeddings.shape[1], embeddings.to(fused.device, fused.dtype)
         positions = positions_of(self.mask, self._next_slots(width)).to(fused.device)
+        if (tree := current_tree()) is not None:
+            after = (tree.parents + 1)[..., None].to(fused.device).expand(-1, -1, fused.shape[-1])
+            previous = torch.cat([before.to(fused), fused], dim=1).gather(1, after)
+            positions = positions[:, :1] + tree.depths.to(fused.device)
         self.head.store(embeddings, previous, positions, self.kv)
         self.last_hidden_states, self.prev_hidden_state = fused, fused[:, -1:]
 

@@ -103,8 +103,7 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows:
     if supported and static != "any" and any(getattr(layer, "record_past", False) for layer in cache.layers):
         got += " that records the past"  # the first rollback would discard the record
         supported = False
-    movable = (DynamicLayer, DynamicSlidingWindowLayer, SLIDING_LAYER)  # layers that hold nothing but K/V
-    if supported and moves_rows and (others := [layer for layer in cache.layers if type(layer) not in movable]):
+    if supported and moves_rows and (others := [layer for layer in cache.layers if type(layer) not in MOVABLE]):
         got += f" with a {type(others[0]).__name__}"
         supported = False
     if not supported:
@@ -171,6 +170,8 @@ SLIDING_LAYER = (
     else _VisibleSlidingLayer
 )
 
+MOVABLE = (DynamicLayer, DynamicSlidingWindowLayer, SLIDING_LAYER)  # layers that hold nothing but K/V
+
 
 def start_recording(cache: Cache) -> None:
     """Allow rollback of a cache with sliding windows: keep tokens that leave a window until the next crop."""
@@ -232,9 +233,12 @@ class CacheSlots:
             return None
         return torch.cat([self.mask, self.mask.new_ones((self.mask.shape[0], width))], dim=-1)
 
-    def commit(self, width: int, accepted: list[int]) -> None:
-        """Retain the first `accepted[row]` of the `width` slots that the last pass wrote."""
+    def commit(self, width: int, kept: list[list[int]]) -> None:
+        """Retain each row's `kept` slots, in ascending order, of the `width` that the last pass wrote."""
+        accepted = [len(slots) for slots in kept]
         longest = max(accepted)
+        if any(slots and slots[-1] >= len(slots) for slots in kept):  # a path through a tree
+            self._move_forward(width, [slots + [0] * (longest - len(slots)) for slots in kept])
         if min(accepted) == longest and self.rejected is None:
             self.mask = self.mask_for(longest)
             self.length += longest
@@ -292,6 +296,18 @@ class CacheSlots:
         for layer in self.cache.layers:
             if layer.is_initialized:  # without images, Mllama's cross-attention stores nothing
                 _gather_slots(layer, order, total, self.ops)
+
+    def _move_forward(self, width: int, order: list[list[int]]) -> None:
+        """Move the K/V of the tokens in `order`, (rows, tokens), to the first of the slots that a pass wrote."""
+        index = torch.tensor(order, device="cpu")[:, None, :, None]
+        for layer in self.cache.layers:
+            for part in self._written(layer, width) if layer.is_initialized else ():
+                taken = index.to(part.device).expand(-1, part.shape[1], -1, part.shape[3])
+                part[:, :, : len(order[0])] = part.gather(2, taken)
+
+    def _written(self, layer: Any, width: int) -> tuple[Tensor, Tensor]:
+        """The K/V that the last pass wrote."""
+        return layer.keys[:, :, -width:], layer.values[:, :, -width:]
 
     def _with_rejected(self, is_accepted: Tensor) -> tuple[Tensor, Tensor]:
         """Append a pass's tokens to mask and `rejected`, (rows, cached + width); `is_accepted` is (rows, width)."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from ..base_model.parity import check_parity, probe, uses_slot_positions
-from ..base_model.structure import DecoderStructure, last_position, rope_limits
+from ..base_model.parity import check_parity, probe, probe_tokens, uses_slot_positions
+from ..base_model.structure import DecoderStructure, input_device, last_position, rope_limits
 from ..common.errors import UnsupportedModelError, UnsupportedOptionError
 from .kv_cache import crop_layers, start_recording
+from .masks import TREE_ATTENTION, PassTree, reading_tree
 
 # Config fields that make windows in any model's cache, and what a model's code calls to have them in its masks as well.
 WINDOWS = {"sliding_window": "create_sliding_window_causal_mask", "attention_chunk_size": "create_chunked_causal_mask"}
@@ -64,7 +65,20 @@ def check_multi_token_passes(model: PreTrainedModel, num_slots: int) -> None:
         )
 
 
-def check_widths(model: PreTrainedModel, structure: DecoderStructure, needs_logits: bool = True) -> bool:
+class WidePasses(NamedTuple):
+    """What a model's passes over several tokens allow.
+
+    Attributes:
+        need_same_length: Whether all rows must have one length, since the model may take slots for positions, those of
+            rejected drafts included: its layout is not known, or it is passed no positions.
+        take_trees: Whether a pass over a tree of tokens gives the logits of its paths.
+    """
+
+    need_same_length: bool = False
+    take_trees: bool = False
+
+
+def check_widths(model: PreTrainedModel, structure: DecoderStructure, needs_logits: bool = True) -> WidePasses:
     """Run `check_parity` on a tiny probe; check that the model's logits do not depend on the width of a pass.
 
     The probe runs in one pass; then a few tokens run again over the cache, in one pass and one by one. Models with a
@@ -75,14 +89,10 @@ def check_widths(model: PreTrainedModel, structure: DecoderStructure, needs_logi
         model: The base model.
         structure: Its parts.
         needs_logits: Whether logits must be reproduced from hidden states. Drafts of n-grams do without.
-
-    Returns:
-        Whether all rows must have one length, since the model may take slots for positions, those of rejected drafts
-        included: its layout is not known, or it is passed no positions.
     """
     if structure.is_recurrent:
         check_parity(model, structure)
-        return False
+        return WidePasses()
     length, cache = _probe_length(model), _recording_cache(model)
     start = max(1, length - 2 * VERIFY_WIDTH)
     end = min(start + VERIFY_WIDTH, length)
@@ -120,7 +130,30 @@ def check_widths(model: PreTrainedModel, structure: DecoderStructure, needs_logi
             break
     decides = torch.max if is_exact else torch.min if is_causal else torch.median
     _check_difference(model, float(decides(torch.tensor(singles))), tolerance, length)
-    return needs_same_length
+    crop_layers(cache.layers, len(singles))
+    found = None if needs_same_length else _along_path(model, structure, start, cache)
+    return WidePasses(needs_same_length, found is not None and difference(found, wide[: len(found)]) <= tolerance)
+
+
+# Of a probe: tokens `start`, `start + 1` and `start + 2`, with others beside and between them.
+TREE_PARENTS = (-1, 0, 0, 2, 2, 1)
+TREE_PATH = (0, 2, 4)
+
+
+def _along_path(model: PreTrainedModel, structure: DecoderStructure, start: int, cache: Any) -> Tensor | None:
+    """Logits along the path of a tree after the `start` tokens of a cache; `None` if its masks cannot be given."""
+    if model.config.get_text_config()._attn_implementation not in TREE_ATTENTION:
+        return None
+    tree = PassTree.of([TREE_PARENTS], input_device(model))
+    positions = start + tree.depths[0]
+    tokens = positions.clone()
+    beside = [node for node in range(len(TREE_PARENTS)) if node not in TREE_PATH]
+    tokens[beside] += 1 + tokens[beside]
+    try:
+        with reading_tree(tree):
+            return probe_tokens(model, structure, tokens, positions, start + len(tokens), cache)[list(TREE_PATH)]
+    except UnsupportedModelError:  # of a model that makes its masks from positions
+        return None
 
 
 def _recording_cache(model: PreTrainedModel) -> DynamicCache:

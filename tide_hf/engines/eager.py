@@ -11,17 +11,34 @@ import torch
 from torch import Tensor
 
 from ..base_model.inputs import next_token_types, without_router_loss
-from ..base_model.structure import CACHE, bounds_positions, has_windows, last_position, may_replace_cache
-from ..base_model.unembed import DraftUnembed, greedy_tokens
+from ..base_model.structure import (
+    CACHE,
+    bounds_positions,
+    has_windows,
+    last_position,
+    may_replace_cache,
+    uses_slot_positions,
+)
+from ..base_model.unembed import DraftUnembed, greedy_tokens, top_tokens
 from ..common.choices import EAGER
 from ..depth.gates import ExecuteLayer, FixedDepthRun, LayerRun, active, on_device
 from ..depth.head_drafting import HeadRun, head_run
-from ..depth.kv_cache import CacheSlots, add_layers, crop, last_slot, order_prefetch, start_recording, stop_recording
+from ..depth.kv_cache import (
+    MOVABLE,
+    CacheSlots,
+    add_layers,
+    crop,
+    last_slot,
+    order_prefetch,
+    start_recording,
+    stop_recording,
+)
+from ..depth.masks import TREE_ATTENTION, PassTree, current_tree, reading_tree
 from ..kernels.cpu.cpp_kernels import are_ready
 from ..speculation.attachment import Attachment
 from ..speculation.call import Call
 from ..speculation.drafts import Accepted, Draft
-from ..speculation.policy import CostTable
+from ..speculation.policy import TOP_DRAFTS, CostTable
 from ..speculation.prefill import prefill
 from ..speculation.protocols import Pass
 from ..speculation.ranks import ranks_of
@@ -39,6 +56,11 @@ class EagerPass:
     inputs: Tensor
     logits: Tensor
     depths: list[int]
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether a row's draft has siblings."""
+        return not all(draft.is_chain for draft in self.drafts)
 
     def tokens(self, chosen: Tensor | None = None) -> list[list[int]]:
         """Read the top-1 token at each position, or those `chosen`."""
@@ -134,12 +156,30 @@ class EagerEngine:
             ahead = 0 if positions is None else max(0, int(positions.max()) + 1 - length)
             self.last_slot = min(most - ahead, self.last_slot or most)
         self.last_tokens: list[int] = []  # each row's last token, the next pass's input
+        self.takes_trees = self._takes_trees(config)
         self._width = 0  # of the last verify pass; 0 after prefill
+        self._logits: Tensor | None = None  # of that pass, (rows, width, vocabulary)
+        self._inputs: list[list[int]] = []  # the tokens that it read
         self._drafted: list[int] = []  # exit layer of each token that draft steps have read since the last pass
         self._head_steps, self._draft_layers = 0, 0
         self._draft_unembed: DraftUnembed | None = None
         ranks = ranks_of(model)
         self._clock = RoundClock(self.costs_of, ranks.agree if ranks.many else float)
+
+    def _takes_trees(self, config: Any) -> bool:
+        """Whether passes can verify trees: positions and masks are passed, and the cache holds nothing but K/V."""
+        attention = config._attn_implementation
+        obstacles = {
+            f"its {attention!r} attention": attention not in TREE_ATTENTION,
+            "its positions, or masks of its own": not self.attachment.takes_trees or self.positions is None,
+            "a cache of this kind": self.slots.cache.offloading
+            or any(type(layer) not in MOVABLE for layer in self.slots.cache.layers),
+            "attention that counts slots": uses_slot_positions(config, self.call.generation_config.max_length),
+        }
+        found = [reason for reason, holds in obstacles.items() if holds]
+        if found:
+            self.attachment.note_chains(found[0])
+        return not found
 
     @property
     def layers_executed(self) -> int:
@@ -182,8 +222,8 @@ class EagerEngine:
 
     def draft(
         self, exit_layer: int, drafted: list[list[int]], num_tokens: int = 1
-    ) -> tuple[list[list[int]], list[float]]:
-        """Draft one token for each row with the head at an exit layer; see `DraftEngine.draft`."""
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Draft next tokens for each row with the head at an exit layer; see `DraftEngine.draft`."""
         self._clock.begin()
         head, start = self.head, len(self._drafted)
         # A step that fills the head's K/V of several passes takes longer, so estimates of a step's cost ignore it.
@@ -191,18 +231,25 @@ class EagerEngine:
         inputs = [[last, *tokens][start:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
         if head is not None and exit_layer == head.exit_layer:
             self._head_steps += 1
-            top, scores = head.draft(self._upload(inputs), self.slots.mask_for(start + 1))
+            top, scores = head.draft(self._upload(inputs), self.slots.mask_for(start + 1), TOP_DRAFTS)
         else:
             is_usual &= self._draft_unembed is not None
             top, scores = self._draft_from(exit_layer, inputs)
         # One read for both; float32 holds token ids exactly.
-        found, survivals = torch.stack([top.float(), scores.to(top.device, torch.float32)]).tolist()
+        found, probabilities = torch.stack([top.float(), scores.to(top.device, torch.float32)]).tolist()
         self._drafted += [exit_layer] * len(inputs[0])
         self._clock.end_draft(exit_layer, len(inputs), is_usual=is_usual and len(inputs[0]) == 1)
-        return [[int(token)] for token in found], survivals
+        return [list(map(int, row)) for row in found], probabilities
+
+    def likeliest(self) -> list[tuple[list[int], list[list[int]]]]:
+        """See `DraftEngine.likeliest`."""
+        if self._logits is None or self._logits.device.type != "cpu":
+            return []
+        after = top_tokens(self._logits, TOP_DRAFTS)[1].tolist()
+        return [(tokens, found[: len(tokens)]) for tokens, found in zip(self._inputs, after, strict=True)]
 
     def _draft_from(self, exit_layer: int, inputs: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """Run the layers up to an exit layer; return the tokens (rows) that its head drafts, and their scores."""
+        """Run the layers up to an exit layer; return the tokens (rows, 1) that its head drafts, and their scores."""
         attachment, cache = self.attachment, self.slots.cache
         if self._draft_unembed is None:
             self._draft_unembed = attachment.draft_unembed()
@@ -215,7 +262,7 @@ class EagerEngine:
             cache.prefetch(0, cache.only_non_sliding)
         point = on_device(attachment.exit_point(exit_layer), state)
         scores = attachment.unembed.route(point.router, state)
-        return self._draft_unembed(point.head(state)), scores
+        return self._draft_unembed(point.head(state))[:, None], scores[:, None]
 
     def _forget_drafts(self) -> None:
         """Roll back the K/V of draft steps."""
@@ -232,22 +279,29 @@ class EagerEngine:
         """Run one full-depth pass over each row's last token and draft; see `Engine.verify`."""
         self._forget_drafts()
         self._clock.begin()
-        chains = [draft.chain() for draft in drafts]
-        tokens = [[last, *chain.tokens] for last, chain in zip(self.last_tokens, chains, strict=True)]
+        if not self.takes_trees:
+            drafts = [draft.chain() for draft in drafts]
+        self._inputs = tokens = [[last, *draft.tokens] for last, draft in zip(self.last_tokens, drafts, strict=True)]
         self._width = width = max(map(len, tokens))
         # Shorter drafts are padded; the logits of the padding are not read.
         inputs = self._upload([row + row[-1:] * (width - len(row)) for row in tokens])
-        return EagerPass(chains, inputs, self._forward(inputs).logits, [self.run.num_layers] * len(chains))
+        tree = None
+        if not all(draft.is_chain for draft in drafts):
+            tree = PassTree.of([draft.parents(width) for draft in drafts], inputs.device)
+        with reading_tree(tree):
+            self._logits = logits = self._forward(inputs).logits
+        return EagerPass(drafts, inputs, logits, [self.run.num_layers] * len(drafts))
 
     def commit(self, accepted: list[Accepted]) -> None:
         """Keep the K/V of the accepted tokens of the last pass; see `Engine.commit`."""
         self.last_tokens = last_tokens(self.last_tokens, accepted)
         if not self._width:  # all K/V of the prompt stay
             return
-        counts = [len(one.tokens) for one in accepted]
-        self.slots.commit(self._width, counts)
+        kept = [one.kept for one in accepted]
+        counts = list(map(len, kept))
+        self.slots.commit(self._width, kept)
         if self.head is not None:
-            self.head.commit(counts)
+            self.head.commit(kept)
         if self.positions is not None:
             self.positions += self.positions.new_tensor(counts)
         self._clock.end_round(self._width, len(counts))
@@ -277,8 +331,8 @@ class EagerEngine:
         kwargs = {**self.model_kwargs, CACHE: self.slots.cache}
         kwargs["attention_mask"] = self.slots.mask_for(start + width)
         if self.positions is not None:
-            steps = torch.arange(start, start + width, device=self.positions.device)
-            positions = self.positions[..., None] + steps
+            tree, steps = current_tree(), torch.arange(start, start + width, device=self.positions.device)
+            positions = self.positions[..., None] + (steps if tree is None else tree.depths.to(steps.device))
             if self.highest_position is not None:  # padding of shorter drafts, and stopped rows, may lie beyond
                 positions = positions.clamp(max=self.highest_position)
             kwargs["position_ids"] = positions

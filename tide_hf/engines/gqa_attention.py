@@ -8,7 +8,7 @@ static cache are skipped, and there are kernels for prefill and for decode over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
@@ -21,8 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import sdpa_mask
 
+from ..depth.masks import by_tokens
 from ..kernels.cpu.attention import decode_sdpa, prefill_sdpa
 from ..kernels.flash_decode import flash_decode
 from ..routers import draft_head
@@ -38,7 +39,6 @@ _num_filled: ContextVar[Tensor | None] = ContextVar("num_filled", default=None)
 _end_on_device: ContextVar[Tensor | None] = ContextVar("end_on_device", default=None)
 _reads_lengths: ContextVar[bool] = ContextVar("reads_lengths", default=False)
 _may_use_kernels: ContextVar[bool] = ContextVar("may_use_kernels", default=True)  # in prefill
-_rejected: ContextVar[Tensor | None] = ContextVar("rejected slots", default=None)
 
 
 @contextmanager
@@ -69,21 +69,8 @@ def reading_lengths(may_read: bool) -> Iterator[None]:
         _reads_lengths.reset(token)
 
 
-@contextmanager
-def skipping_rejected(rejected: Tensor | None) -> Iterator[None]:
-    """Let masks count tokens and not slots, so that windows skip rejected tokens; see [`can_skip_rejected`].
-
-    `rejected`, (rows, slots) int64, is 1 at slots of rejected tokens and else 0; `None` where no window counts slots.
-    """
-    token = _rejected.set(rejected)
-    try:
-        yield
-    finally:
-        _rejected.reset(token)
-
-
 def can_skip_rejected(model: PreTrainedModel) -> bool:
-    """Whether transformers makes the masks for this attention, which then skip what [`skipping_rejected`] names."""
+    """Whether transformers makes the masks for this attention, which then skip what `masks.skipping_rejected` names."""
     is_sdpa = _can_change(model) and attention_of(model.config.get_text_config()) == "sdpa"
     return is_sdpa and type(model).__module__.startswith("transformers.")  # other code may make masks by itself
 
@@ -243,18 +230,5 @@ _ops.impl("attend_filled", _attend_filled, "CompositeExplicitAutograd")
 torch.library.register_fake("tide_hf::attend_filled", lambda query, *_: query.new_empty(query.shape), lib=_ops)
 
 
-def mask_tokens(*, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any) -> Tensor | None:
-    """As `sdpa_mask`, which makes (rows, 1, width, slots) masks; within [`skipping_rejected`], of tokens, not slots."""
-    rejected = _rejected.get()
-    if rejected is None:
-        return sdpa_mask(mask_function=mask_function, **kwargs)
-    tokens = torch.arange(rejected.shape[1], device=rejected.device) - (rejected.cumsum(dim=1) - rejected)
-
-    def of_tokens(row: Any, head: Any, query_slot: Any, slot: Any) -> Any:
-        return mask_function(row, head, tokens[row, query_slot], tokens[row, slot])
-
-    return sdpa_mask(mask_function=of_tokens, **kwargs)
-
-
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, mask_tokens)
+AttentionMaskInterface.register(NAME, by_tokens(sdpa_mask))

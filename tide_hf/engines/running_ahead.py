@@ -44,4 +44,4 @@ class RunningAhead:
     def drop(self, rows: StepRows) -> None:
         """Drop the pass that has run ahead, if one has: it has moved the draft head's hidden states."""
         if self.has_started:
-            self._compactions = rows.accepted = None
+            self._compactions = rows.last_kept = None

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base_model.unembed import top_tokens
 from ..speculation.drafts import Accepted, Draft
-from ..speculation.policy import CostTable, step_width
+from ..speculation.policy import TOP_DRAFTS, CostTable, step_width
 from .eager import EagerEngine
 from .exit_passes import ExitPasses
 from .round_clock import RoundClock, timestamp
@@ -41,6 +42,11 @@ class StaticPass:
     _drafts: list[Draft]
     _read: Callable[[Tensor | None], list[list[int]]]  # each row's tokens, and from `WIDEST` on those it has read
     _results: list[list[int]] | None = None
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether a row's draft has siblings."""
+        return not all(draft.is_chain for draft in self._drafts)
 
     @property
     def logits(self) -> Tensor:
@@ -87,7 +93,7 @@ class StaticEngine:
         self, eager: EagerEngine, steps: StepStore, exits: ExitPasses | None, rows: StepRows, kind: BufferKind
     ) -> None:
         self.eager, self.steps, self.exits, self.rows, self._kind = eager, steps, exits, rows, kind
-        self.name, self.reads_drafts = eager.name, steps.reads_drafts
+        self.name, self.reads_drafts, self.takes_trees = eager.name, steps.reads_drafts, kind.takes_trees
         cache, mask, length = eager.slots.cache, eager.slots.mask, eager.slots.length
         self.buffers: StepBuffers = steps.buffers(cache, len(rows.own), self._slots_needed(length), kind)
         rows.move(self.buffers.rows)
@@ -109,6 +115,7 @@ class StaticEngine:
         self._num_drafted = 0  # draft steps since the last pass
         self._width = 0  # of the last pass; 0 after prefill
         self._logits: Any = None
+        self._inputs: list[list[int]] = []  # the tokens that the last pass read
 
     @property
     def layers_executed(self) -> int:
@@ -146,7 +153,7 @@ class StaticEngine:
 
     def draft(
         self, exit_layer: int, drafted: list[list[int]], num_tokens: int = 1
-    ) -> tuple[list[list[int]], list[float]]:
+    ) -> tuple[list[list[int]], list[list[float]]]:
         """Draft tokens for each row, with one step for each token that the exit layer has not processed.
 
         See `DraftEngine.draft`.
@@ -167,9 +174,16 @@ class StaticEngine:
             self.run_step("draft", exit_layer)
         found, scores = self.buffers.read_draft()
         self._clock.end_draft(exit_layer, len(drafted), num_steps)
-        return [[token] for token in self.rows.from_rows(found)], self.rows.from_rows(scores)
+        return self.rows.from_rows(found), self.rows.from_rows(scores)
 
-    def _draft_unread(self, exit_layer: int, num_tokens: int) -> tuple[list[list[int]], list[float]]:
+    def likeliest(self) -> list[tuple[list[int], list[list[int]]]]:
+        """See `DraftEngine.likeliest`."""
+        if self._width == 0 or not self.reads_drafts or self.exits is not None or self._ahead.has_started:
+            return []
+        after = top_tokens(self._logits[self.rows.index], TOP_DRAFTS)[1].tolist()
+        return [(tokens, found[: len(tokens)]) for tokens, found in zip(self._inputs, after, strict=True)]
+
+    def _draft_unread(self, exit_layer: int, num_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
         """Start a chain of draft steps whose tokens are read only when they are verified."""
         self.upload([[token] for token in self.last_tokens])
         before = timestamp(self.buffers.device)
@@ -181,10 +195,11 @@ class StaticEngine:
 
     def verify(self, drafts: list[Draft]) -> StaticPass:
         """Run one full-depth pass, padded to the next width that has a step; see `Engine.verify`."""
-        chains = [draft.chain() for draft in drafts]
-        width = 1 + max(len(chain.nodes) for chain in chains)
+        drafts = [Draft(draft.nodes[: WIDEST - 1]) if self.takes_trees else draft.chain() for draft in drafts]
+        width = 1 + max(len(draft.nodes) for draft in drafts)
+        self._inputs = [[last, *draft.tokens] for last, draft in zip(self.last_tokens, drafts, strict=True)]
         self._width, first = step_width(width, self.steps.widths), 0
-        depths = [self.eager.run.num_layers] * len(chains)
+        depths = [self.eager.run.num_layers] * len(drafts)
         if self.exits is not None:
             self._logits = self.exits.run(self)
             depths, first = self.exits.exits, self.exits.current
@@ -194,12 +209,11 @@ class StaticEngine:
             # Draft tokens that the host has not read are among the inputs of the draft steps.
             if self.reads_drafts or not self._num_drafted:
                 self._clock.begin()
-                inputs = zip(self.last_tokens, chains, strict=True)
-                self.upload([[last, *chain.tokens] for last, chain in inputs])
+                self.upload(self._inputs, parents=[draft.parents(WIDEST) for draft in drafts])
             self._logits = self.run_step("verify", self._width)
         self._num_drafted = 0
         ids = self.buffers.tensors.ids[:, first:]
-        return StaticPass(width, depths, self.rows.index, self._logits, ids, chains, self._read)
+        return StaticPass(width, depths, self.rows.index, self._logits, ids, drafts, self._read)
 
     def run_step(self, kind: str, size: Any) -> Any:
         """Run a step; return its logits."""
@@ -235,7 +249,7 @@ class StaticEngine:
             return
         if self.exits is not None:
             self.exits.commit(self.last_tokens)
-        self._slots.commit(self._width, self.rows.to_rows([len(one.tokens) for one in accepted]))
+        self._slots.commit(self._width, self.rows.to_rows([one.kept for one in accepted]))
         self._clock.end_round(self._width, len(accepted), is_full=self.exits is None)
 
     def select(self, rows: list[int]) -> None:
@@ -257,12 +271,12 @@ class StaticEngine:
                 self.exits.catch_up(self)
             self._slots.compact()
             copy_back(self.buffers.cache, eager.slots.cache, self._slots.length)
-            if eager.head is not None and self.rows.accepted is not None:
-                eager.head.continue_from(self.buffers.last_hidden_states, self.rows.accepted)
+            if eager.head is not None and self.rows.last_kept is not None:
+                eager.head.continue_from(self.buffers.last_hidden_states, self.rows.last_kept)
         return eager.finish(compact)
 
-    def upload(self, ids: list[list[int]], back: int = 0) -> None:
-        """Upload the inputs of the round, which begin `back` tokens before the next one."""
+    def upload(self, ids: list[list[int]], back: int = 0, parents: list[list[int]] | None = None) -> None:
+        """Upload the inputs of the round, which begin `back` tokens before the next one, and the `parents` in trees."""
         self._ahead.drop(self.rows)
         if not back and not self._slots.make_room(WIDEST):  # continue in buffers with more slots
             length = self._slots.length
@@ -273,11 +287,12 @@ class StaticEngine:
             start = 0 if is_compacted else self._masked
             self.buffers.tensors.write_mask(self._slots.mask, self._slots.rejected, start)
             self._compactions, self._masked = self._slots.num_compactions, self._slots.length
-        highest, accepted = self.rows.check_positions(), self.rows.accepted
-        accepted = None if accepted is None else self.rows.to_rows(accepted)
+        highest, last_kept = self.rows.check_positions(), self.rows.last_kept
+        last_kept = None if last_kept is None else self.rows.to_rows(last_kept)
         start, positions = self._slots.length - back, self.rows.positions(back)
-        self.buffers.tensors.write(start, positions, highest, self.rows.to_rows(ids), accepted)
-        self.buffers.begin_round(after_passes=accepted is not None)
+        parents = None if parents is None else self.rows.to_rows(parents)
+        self.buffers.tensors.write(start, positions, highest, self.rows.to_rows(ids), last_kept, parents)
+        self.buffers.begin_round(after_passes=last_kept is not None)
 
     def _slots_needed(self, filled: int) -> int:
         """Slots for the answer; of buffers that grow, for its next part. `filled` are those of tokens so far."""

@@ -100,6 +100,7 @@ def engine_on_steps(
         has_scores=steps.reads_drafts,
         exit_layers=() if passes is None else passes.kept_layers,
         is_causal=is_causal and not eager.slots.has_windows,
+        takes_trees=eager.takes_trees and passes is None and steps.reads_drafts,
         skips_rejected=rows > 1 and eager.slots.has_windows and can_skip_rejected(eager.model),
     )
     needed = length + most  # the cache that the caller passed may hold tokens

@@ -29,7 +29,7 @@ class StepRows:
     Attributes:
         own: The rows of the unfinished sequences, in ascending order.
         last_tokens: Each sequence's last token, the next pass's input.
-        accepted: How many tokens each sequence accepted in the last pass; `None` before the first.
+        last_kept: Index in the last pass of the last token that each sequence accepted; `None` before the first.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class StepRows:
     ) -> None:
         self.num_rows, self.own = num_rows, list(range(len(positions)))
         self.last_tokens: list[int] = []
-        self.accepted: list[int] | None = None
+        self.last_kept: list[int] | None = None
         self._positions, self._added, self._most = positions, [0] * len(positions), max_new_tokens
         self._num_positions, self._checks_positions = num_positions, checks_positions
         self._highest = max(map(max, positions)) + max_new_tokens - 1  # that the answer reaches
@@ -104,7 +104,8 @@ class StepRows:
         self.last_tokens = last_tokens(self.last_tokens, accepted)
         if is_prefill:
             return
-        self.accepted = counts = [len(one.tokens) for one in accepted]
+        self.last_kept = [one.kept[-1] if one.tokens else 0 for one in accepted]
+        counts = [len(one.tokens) for one in accepted]
         moved = zip(self._positions, counts, strict=True)
         self._positions = [[position + count for position in kinds] for kinds, count in moved]
         self._added = [before + count for before, count in zip(self._added, counts, strict=True)]
@@ -116,7 +117,7 @@ class StepRows:
             for values in (self.own, self.last_tokens, self._positions, self._added)
         )
         self.own, self.last_tokens, self._positions, self._added = own, last, positions, added  # type: ignore[assignment]
-        self.accepted = None if self.accepted is None else [self.accepted[number] for number in sequences]
+        self.last_kept = None if self.last_kept is None else [self.last_kept[number] for number in sequences]
 
     def move(self, num_rows: int) -> None:
         """Move the sequences to the first rows of other buffers."""

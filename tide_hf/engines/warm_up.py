@@ -20,7 +20,7 @@ from ..depth.multi_token_passes import multi_token_limit
 from ..kernels.cpu.cpp_kernels import build_kernels, obstacle_to_build
 from ..speculation.attachment import Attachment, head_priors
 from ..speculation.drafts import Accepted, Draft
-from ..speculation.policy import FEWEST_PLAIN, Option, choose
+from ..speculation.policy import FEWEST_PLAIN, CostTable, expected_tokens
 from ..speculation.protocols import DraftEngine
 from ..speculation.rows import RowCriterion
 from ..weights.reading import WeightReading
@@ -110,7 +110,7 @@ class WarmUpRounds(RowCriterion):
         if kind == "verify" or min(limits) < 1:
             return [Draft().add([0] * min(size - 1, limit), "warm-up") for limit in limits]
         found, _ = self.engine.draft(size, [[] for _ in rows])
-        return [Draft().add(tokens, "warm-up", size) for tokens in found]
+        return [Draft().add(tokens[:1], "warm-up", size) for tokens in found]
 
     def observe(self, row: int, draft: Draft, accepted: Accepted) -> None:
         """Ignore the outcome."""
@@ -261,6 +261,15 @@ def _layers_to_draft(attachment: Attachment, engine: DraftEngine) -> list[int]:
     for _ in range(1 + FEWEST_PLAIN):  # the first measurement is discarded
         costs.record(("verify", 1), 1.0)
     priors = head_priors(attachment, engine)
-    choice = choose([Option("head", ((prior, WIDTHS[-1] - 1),), layer) for layer, prior in priors.items()], costs)
-    layer = choice.option.exit_layer if choice.option is not None else None
-    return [] if layer is None else [layer]
+    rates = {layer: _chain_rate(prior, layer, costs) for layer, prior in priors.items()}
+    best = max(rates, key=lambda layer: rates[layer], default=None)
+    return [] if best is None or rates[best] <= 1.0 else [best]
+
+
+def _chain_rate(acceptance: float, exit_layer: int, costs: CostTable) -> float:
+    """Expected tokens of the best chain of a head for the time of a plain pass."""
+    lengths = range(1, WIDTHS[-1])
+    return max(
+        expected_tokens(acceptance, length) / (length * costs.draft(exit_layer) + costs.verify(length + 1))
+        for length in lengths
+    )

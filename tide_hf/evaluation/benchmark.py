@@ -214,9 +214,11 @@ def _warm_run(result: Result, inputs: dict[str, torch.Tensor], max_new_tokens: i
 
 
 def forget_answers(model: Any) -> None:
-    """Clear the memory of answers, from which a repeat of a prompt would draft the whole answer."""
+    """Clear what is remembered of answers, from which a repeat of a prompt would draft them."""
     if isinstance(model, TIDEModelForCausalLM):
-        base_inside(model)._tide.answers.clear()
+        attachment = base_inside(model)._tide
+        attachment.answers.clear()
+        attachment.successors.clear()
 
 
 def compare_with(plain: Result, result: Result) -> None:

@@ -82,9 +82,11 @@ class ExactAcceptance:
 
     def accept(self, batch: list[Row], verified: Pass) -> list[Accepted]:
         """Choose tokens for each row of `batch`, position by position, until one is not among its draft's tokens."""
-        logits, chosen = None, None
-        if self.device_choice is not None:
-            chosen = verified.tokens(self.device_choice.choose(batch, verified.logits, verified.inputs))
+        logits, chosen, on_device = None, None, self.device_choice
+        if verified.has_trees:
+            on_device = None  # the tokens before a node are not those before its position
+        if on_device is not None:
+            chosen = verified.tokens(on_device.choose(batch, verified.logits, verified.inputs))
         elif not self.needs_logits:
             chosen = verified.tokens()
         else:
@@ -99,8 +101,8 @@ class ExactAcceptance:
             ]
         for row in batch:
             row.last = row.tokens[-1] if row.tokens else row.last
-        if self.device_choice is not None:
-            self.device_choice.end(max(len(accepted.tokens) for accepted in found))
+        if on_device is not None:
+            on_device.end(max(len(accepted.tokens) for accepted in found))
         return found
 
     def _choose(self, rows: Sequence[Row], logits: Tensor, drafted: Sequence[Sequence[int]]) -> list[int]:
@@ -139,7 +141,7 @@ class ExactAcceptance:
                 token = tokens[index][position]
             else:
                 [token] = self._choose([row], logits[index, position][None], [_tokens_after(draft, node)])
-            if self.device_choice is not None:
+            if self.device_choice is not None and tokens is not None:
                 self.device_choice.check(token, index, position)
                 if self.returns_scores or self.returns_logits:
                     self._keep(row, *self.device_choice.at(index, position))

@@ -21,9 +21,11 @@ from .acceptance import ExactAcceptance
 from .answer_memory import AnswerMemory
 from .call import Call
 from .drafters import HybridDrafter
-from .policy import CostTable
+from .policy import CostTable, Key
 from .protocols import DraftEngine, DrafterFactory, EngineKind, RuleFactory
 from .rows import Row
+from .sources import EarlierAnswers, Ngrams, Successors, TreeSource
+from .successors import SuccessorTable
 
 UNKNOWN_AGREEMENT = 0.5  # of a draft head without a calibration record, until calls have shown it
 
@@ -46,12 +48,14 @@ class Attachment:
     engines: dict[str, EngineKind] = field(default_factory=dict)  # by name
     engine: str = EAGER
     needs_same_length: bool = False  # whether all rows must have one length, since the model counts cache slots
+    takes_trees: bool = False  # whether the model's passes can verify trees of drafts, see `check_widths`
     strict: bool = False  # whether calls that `self_speculative` does not support raise, instead of decoding plainly
     # Costs measured on this machine, by engine, widths of the engine's passes, and number of rows.
     costs: dict[tuple[str, tuple[int, ...], int], CostTable] = field(default_factory=dict)
-    # The acceptance rate of each source in earlier calls, by temperature (0: greedy).
-    acceptances: dict[float, dict[str, float]] = field(default_factory=dict)
+    # The acceptance rate of each source and rank in earlier calls, by temperature (0: greedy).
+    acceptances: dict[float, dict[Key, float]] = field(default_factory=dict)
     answers: AnswerMemory = field(default_factory=AnswerMemory)  # of earlier calls in `self_speculative`
+    successors: SuccessorTable = field(default_factory=SuccessorTable)
     _draft_unembed: DraftUnembed | None = field(default=None, repr=False)
     _fallbacks: set[str] = field(default_factory=set, repr=False)  # problems that have been logged as warnings
 
@@ -121,6 +125,7 @@ class Attachment:
         """Free the memory that is retained between calls."""
         self._draft_unembed = None
         self.answers.clear()
+        self.successors.clear()
         self.weights.release()
         for engine in self.engines.values():
             engine.release()
@@ -153,6 +158,12 @@ class Attachment:
         self._fallbacks.add(kind)
         return reason
 
+    def note_chains(self, reason: str) -> None:
+        """Log why drafts of a call are chains, once for each reason."""
+        if reason not in self._fallbacks:
+            logger.info("drafts of %s are chains, and not trees: %s", self.base_class.__name__, reason)
+            self._fallbacks.add(reason)
+
     def _check_head(self, model: Any) -> None:
         """Raise if the vocabulary is smaller than when TIDE was attached: exit heads would draft removed tokens."""
         head, known = model.get_output_embeddings(), self.structure.vocab_size
@@ -180,16 +191,16 @@ class Attachment:
 
 
 def hybrid_drafter(attachment: Attachment, call: Call, engine: DraftEngine) -> HybridDrafter:
-    """The drafter of `self_speculative`: n-grams, and the exit heads whose agreement the calibration measured."""
-    priors = head_priors(attachment, engine)
-    return HybridDrafter(
-        [attachment.in_vocabulary(prompt) for prompt in call.prompts],
-        engine.costs_of,
-        priors,
-        engine if priors else None,
-        attachment.acceptances.setdefault(call.temperature, {}),
-        attachment.answers,
-    )
+    """The drafter of `self_speculative`: what needs no model, and the heads whose agreement calibration measured."""
+    prompts = [attachment.in_vocabulary(prompt) for prompt in call.prompts]
+    sources: list[TreeSource] = [Ngrams(prompts)]
+    if attachment.answers.max_tokens:
+        sources.append(EarlierAnswers(prompts, attachment.answers))
+    if attachment.successors.max_tokens:
+        sources.append(Successors(prompts, attachment.successors))
+    learned = attachment.acceptances.setdefault(call.temperature, {})
+    priors, successors = head_priors(attachment, engine), attachment.successors
+    return HybridDrafter(sources, engine.costs_of, priors, engine, learned, successors)
 
 
 def head_priors(attachment: Attachment, engine: DraftEngine) -> dict[int, float]:

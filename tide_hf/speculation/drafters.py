@@ -1,277 +1,233 @@
-"""Where draft tokens come from: n-grams of the context and of earlier answers, and the exit heads."""
+"""What drafts by default: one tree for each row and round, of what all sources and the draft heads offer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from ..common.token_sources import NGRAM, head_source, ngram_source, remembered_source
-from .answer_memory import MATCH_LENGTHS, AnswerMemory
-from .drafts import Accepted, Draft, num_shared
-from .policy import MAX_DRAFT, AcceptanceTable, CostTable, Option, choose, choose_continuation, worth_another_draft
+from ..common.token_sources import head_source
+from .drafts import Accepted, Draft
+from .growth import GrowingTree, Path
+from .policy import (
+    MAX_DRAFT,
+    MIN_GAIN,
+    TOP_DRAFTS,
+    AcceptanceTable,
+    CostTable,
+    Key,
+    Plan,
+    Prices,
+    best_plan,
+    expected_tokens,
+    step_gains,
+)
 from .protocols import DraftEngine
+from .sources import Offer, TreeSource
+from .successors import SuccessorTable
 
-MAX_NGRAM = 5
-# The prior acceptance rate of n-gram matches, by their length.
-NGRAM_PRIORS = {1: 0.05, 2: 0.2, 3: 0.35, 4: 0.5, MAX_NGRAM: 0.7}
-# The same for n-grams of earlier answers, so low that nothing is drafted from them (see `policy.MIN_GAIN`) before they
-# have been right in this model's calls: what they would have drafted is compared with each round's tokens all the same.
-REMEMBERED_PRIOR = 0.04
-NGRAM_SOURCES = {length: ngram_source(length) for length in NGRAM_PRIORS}
-REMEMBERED_SOURCES = {length: remembered_source(length) for length in MATCH_LENGTHS}
 LEARNING_RATE = 0.1  # share by which each draft moves the rates kept between calls towards the current estimate
 PRIOR_RATE = 0.05  # share by which each call first moves these rates back to their priors
 # Each round multiplies the weight of a head's observations by this. Otherwise, a few rejected drafts in a row would end
 # drafting for the rest of the answer, since a head that does not draft is not observed.
 HEAD_MEMORY = 0.95
-
-
-@dataclass(frozen=True)
-class Match:
-    """Tokens, possibly none, that followed the end of a row's sequence where its last n-gram occurred before."""
-
-    source: str = ""
-    tokens: Sequence[int] = ()
-    acceptance: float = 0.0
-
-
-class NgramIndex:
-    """Finds where the longest suffix of a sequence occurred before (prompt lookup, with several lengths)."""
-
-    def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self.tokens: list[int] = []
-        self._next: list[dict[tuple[int, ...], int]] = [{} for _ in range(MAX_NGRAM + 1)]
-        self.extend(tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Append to the sequence."""
-        for token in tokens:
-            position = len(self.tokens)
-            for length in range(1, min(MAX_NGRAM, position) + 1):
-                self._next[length][tuple(self.tokens[position - length :])] = position
-            self.tokens.append(token)
-
-    def match(self, drafted: Sequence[int] = ()) -> tuple[int, int]:
-        """Find the longest suffix of sequence + `drafted` that occurred earlier in the sequence.
-
-        Returns the suffix's length and the position after its latest occurrence; (0, 0) if there is no such suffix.
-        """
-        end = [*self.tokens[-MAX_NGRAM:], *drafted]
-        for length in range(min(MAX_NGRAM, len(self.tokens) + len(drafted)), 0, -1):
-            position = self._next[length].get(tuple(end[-length:]))
-            if position is not None:
-                return length, position
-        return 0, 0
-
-    def continuation(self, position: int, num_tokens: int, drafted: Sequence[int] = ()) -> list[int]:
-        """The `num_tokens` tokens of sequence + `drafted` from `position` on, repeated if there are fewer."""
-        period = len(self.tokens) + len(drafted) - position
-        text = self.tokens[position : position + num_tokens] + list(drafted)[:num_tokens]
-        return [text[offset % period] for offset in range(num_tokens)]
-
-
-@dataclass
-class _Round:
-    """The drafts of one round, while they are written."""
-
-    rows: list[int]  # indices of the rows in the batch
-    limits: list[int]  # maximum number of tokens that each row may draft
-    drafts: list[Draft]
-    costs: CostTable  # of a batch of this size
-    ms_per_token: float  # expected cost of a new token; see `policy.worth_another_draft`
-    survivals: list[float]  # for each row, the probability that its whole draft is accepted
+RANK_SHARE = 0.35  # of a head's prior: how often its second choice is right, and so on with each further one
+LOOK_AHEAD = 3  # draft steps that are weighed together, since a wide pass may pay only for several
 
 
 class HybridDrafter:
-    """Drafts from n-grams and exit heads; before each round the policy chooses a source, or no drafting.
+    """Drafts a tree for each row, best node first, or nothing where the policy expects no gain.
 
     Args:
-        prompts: The prompt of each row.
+        sources: What offers nodes without a model. All that they offer at the places that a round reaches is judged,
+            drafted or not.
         costs_of: Returns the measured costs for a number of rows; the costs are kept between calls.
         head_priors: For each exit layer that drafts, how often its head agreed with the base model in calibration.
-        engine: Runs the draft heads; `None` if there are no heads.
-        learned: Acceptance rate of each source in earlier calls at this temperature; updated in place. The rates return
-            to their priors over time, since otherwise a rejected source would never be tried again.
-        memory: Answers of earlier calls, which draft where that is likelier to be accepted than the row's own n-grams.
-            They are judged in each round, drafted or not.
+        engine: Runs the passes and the draft heads.
+        learned: Acceptance rate of each source and rank in earlier calls at this temperature; updated in place. The
+            rates return to their priors over time, since otherwise a rejected source would never be tried again.
+        successors: Gets what each pass gives after each token that it reads.
     """
 
     def __init__(
         self,
-        prompts: Iterable[Iterable[int]],
+        sources: Sequence[TreeSource],
         costs_of: Callable[[int], CostTable],
         head_priors: dict[int, float],
-        engine: DraftEngine | None = None,
-        learned: dict[str, float] | None = None,
-        memory: AnswerMemory | None = None,
+        engine: DraftEngine,
+        learned: dict[Key, float] | None = None,
+        successors: SuccessorTable | None = None,
     ) -> None:
-        self.memory = memory if memory is not None else AnswerMemory(0)
-        self._remembered: dict[int, Match] = {}  # what the memory offered each row in this round
-        self.indexes = [NgramIndex(prompt) for prompt in prompts]
-        self.costs_of, self.engine = costs_of, engine
-        self.heads = sorted(head_priors) if engine is not None else []
-        self.head_sources = {layer: head_source(layer) for layer in head_priors}
-        priors = {NGRAM_SOURCES[length]: prior for length, prior in NGRAM_PRIORS.items()}
-        priors |= dict.fromkeys(REMEMBERED_SOURCES.values(), REMEMBERED_PRIOR)
-        priors |= {self.head_sources[layer]: prior for layer, prior in head_priors.items()}
+        self.sources, self.costs_of, self.engine = sources, costs_of, engine
+        self.successors = successors if successors is not None else SuccessorTable(0)
+        self.heads = {layer: head_source(layer) for layer in sorted(head_priors)}
+        priors = {key: prior for source in sources for key, prior in source.priors.items()}
+        for layer, source in self.heads.items():
+            priors |= {(source, rank): head_priors[layer] * RANK_SHARE**rank for rank in range(TOP_DRAFTS)}
         self.learned = learned if learned is not None else {}
-        for source, prior in priors.items():
-            before = self.learned.get(source, prior)
-            self.learned[source] = before + PRIOR_RATE * (prior - before)
-        self.acceptances = AcceptanceTable({source: self.learned[source] for source in priors})
+        for key, prior in priors.items():
+            before = self.learned.get(key, prior)
+            self.learned[key] = before + PRIOR_RATE * (prior - before)
+        self.acceptances = AcceptanceTable({key: self.learned[key] for key in priors})
+        self._trees: dict[int, GrowingTree] = {}  # of each row, in this round
         self._costs: CostTable | None = None  # of the last round's batch
-        self._num_rows = self._num_tokens = 0  # of the last round
+        self._rows: list[int] = []  # of the last round
+        self._num_tokens = 0
+        self._has_seen = True  # whether successors have been taken from the last pass
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
-        """Draft from the best source, continue from another if that pays; draft nothing if plain decoding is best."""
-        for exit_layer in self.heads:
-            self.acceptances.forget(self.head_sources[exit_layer], HEAD_MEMORY)
-        limits, drafts = [min(limit, MAX_DRAFT) for limit in limits], [Draft() for _ in rows]
-        self._remembered = {row: self._match_in_memory(row) for row in rows}
-        costs = self._next_round(len(rows))
-        matches = [_likelier(self._match_in_row(row), self._remembered[row]) for row in rows]
-        choice = choose(self._options(limits, matches), costs)
-        if choice.option is None:
-            return drafts
-        current = _Round(rows, limits, drafts, costs, choice.ms_per_token, [1.0] * len(rows))
-        head = choice.option.exit_layer
-        lengths = [min(choice.num_draft_tokens, limit) for limit in limits]
-        is_unread = self.engine is not None and not self.engine.reads_drafts  # if so, one source writes the whole draft
-        if head is not None and is_unread:
-            self._draft_unread(head, lengths, drafts)
-        elif head is not None:
-            self._draft_with_head(current, head, lengths)
-            self._continue_with_ngrams(current)
-        else:
-            self._draft_with_ngrams(current, matches, lengths)
-            if not is_unread:
-                self._continue_with_head(current)
-        return drafts
+        """Draft for each row the tree that gives the most tokens per millisecond."""
+        costs = self._next_round(rows)
+        for source in self.heads.values():
+            self.acceptances.forget(source, HEAD_MEMORY)
+        is_chain, probability = not self.engine.takes_trees, self._probability
+        trees = [
+            GrowingTree(limit, partial(self._offers, row), probability, is_chain)
+            for row, limit in zip(rows, limits, strict=True)
+        ]
+        self._trees = dict(zip(rows, trees, strict=True))
+        plain = Plan(1, MIN_GAIN * len(rows) / costs.verify(1) if costs.ready else 0.0)
+        if not costs.may_draft:
+            for tree in trees:
+                tree.children(())  # which is judged all the same
+            return [Draft() for _ in rows]
+        prices = Prices(costs)
+        plan = max(plain, best_plan([tree.promised for tree in trees], prices), key=lambda one: one.rate)
+        if self.heads and not self.engine.reads_drafts:
+            unread = self._draft_unread(trees, prices, plan)
+            if unread is not None:
+                return unread
+        elif self.heads:
+            plan = self._draft_with_head(trees, prices, plan)
+        return [tree.draft(plan.width - 1) for tree in trees]
 
     def observe(self, row: int, draft: Draft, accepted: Accepted) -> None:
-        """Update the n-grams and the acceptance of the sources."""
-        self.indexes[row].extend(accepted.tokens)
+        """Let the sources go on, and learn how often what they offered was right."""
+        self._take_successors()
+        for source in self.sources:
+            source.extend(row, accepted.tokens)
         self._num_tokens += len(accepted.tokens)
-        remembered = self._remembered.pop(row, Match())
-        if remembered.source not in ("", *(node.source for node in draft.nodes)):
-            tokens = remembered.tokens[: len(accepted.tokens)]
-            self._learn(remembered.source, len(tokens), num_shared(tokens, accepted.tokens))
-        for source, num_judged, num_accepted in draft.judged(accepted.path):
-            self._learn(source, num_judged, num_accepted)
+        tree = self._trees.pop(row, None)
+        if tree is None:
+            return
+        if draft.nodes and draft.nodes[0].source in self.heads.values() and not self.engine.reads_drafts:
+            self._judge_unread(draft, accepted)
+        path: Path = ()
+        for token in accepted.tokens:
+            for offer in tree.offers.get(path, ()):
+                self._learn((offer.source, offer.rank), offer.token == token, offer.score)
+            path = (*path, token)
 
-    def _next_round(self, num_rows: int) -> CostTable:
-        """End the last round; return the costs of one over `num_rows` rows."""
+    def _next_round(self, rows: list[int]) -> CostTable:
+        """End the last round; return the costs of one over these rows."""
         if self._costs is not None and self._num_tokens:
-            self._costs.end_round(self._num_tokens / self._num_rows)
-        self._costs, self._num_rows, self._num_tokens = self.costs_of(num_rows), num_rows, 0
+            self._costs.end_round(self._num_tokens / len(self._rows))
+        self._costs, self._rows, self._num_tokens, self._has_seen = self.costs_of(len(rows)), rows, 0, False
         self._costs.begin_round()
         return self._costs
 
-    def _learn(self, source: str, num_drafted: int, n_matches: int) -> None:
-        self.acceptances.record(source, num_drafted, n_matches)
-        found = self.acceptances.probability(source)
-        self.learned[source] += LEARNING_RATE * (found - self.learned[source])
+    def _offers(self, row: int, path: Path) -> list[Offer]:
+        return [offer for source in self.sources for offer in source.offers(row, path)]
 
-    def _options(self, limits: list[int], matches: list[Match]) -> list[Option]:
-        options = []
-        if any(match.tokens for match in matches):
-            offers = [
-                (match.acceptance, min(limit, len(match.tokens))) for limit, match in zip(limits, matches, strict=True)
+    def _probability(self, offer: Offer) -> float:
+        return self.acceptances.probability((offer.source, offer.rank), offer.score)
+
+    def _learn(self, key: Key, is_right: bool, score: float | None) -> None:
+        self.acceptances.record(key, is_right, score)
+        self.learned[key] += LEARNING_RATE * (self.acceptances.probability(key) - self.learned[key])
+
+    def _take_successors(self) -> None:
+        """Take in what the last pass gave after each of its tokens, once a round."""
+        if self._has_seen or not self.successors.max_tokens:
+            return
+        self._has_seen = True
+        for tokens, after in self.engine.likeliest():
+            self.successors.see(tokens, after)
+
+    def _rates(self, exit_layer: int) -> list[float]:
+        """How often each rank of a head's tokens is right; a chain takes the first alone."""
+        ranks = TOP_DRAFTS if exit_layer == self.engine.head_layer and self.engine.takes_trees else 1
+        return [self.acceptances.probability((self.heads[exit_layer], rank)) for rank in range(ranks)]
+
+    def _draft_with_head(self, trees: list[GrowingTree], prices: Prices, plan: Plan) -> Plan:
+        """Let a head draft along the best path of each row, as long as one more step is expected to pay."""
+        paths: list[Path] = [() for _ in trees]
+        layer = self._best_head(trees, prices, plan)
+        spent, num_steps = 0.0, 0
+        while layer is not None and num_steps < MAX_DRAFT:
+            found, scores = self.engine.draft(layer, [list(path) for path in paths])
+            num_steps, spent = num_steps + 1, spent + prices.draft(layer)
+            for tree, path, tokens, own in zip(trees, paths, found, scores, strict=True):
+                if len(path) < tree.limit:
+                    offers = zip(tokens, own, strict=True)
+                    source = self.heads[layer]
+                    tree.add(path, [Offer(token, source, rank, p, layer) for rank, (token, p) in enumerate(offers)])
+            plan = best_plan([tree.promised for tree in trees], prices, spent)
+            paths = [
+                (*path, tree.best_after(path, tokens[0]))
+                for tree, path, tokens in zip(trees, paths, found, strict=True)
             ]
-            options.append(Option(NGRAM, tuple(offers)))
-        for exit_layer in self.heads:
-            acceptance = self.acceptances.probability(self.head_sources[exit_layer])
-            options.append(
-                Option(self.head_sources[exit_layer], tuple((acceptance, limit) for limit in limits), exit_layer)
-            )
-        return options
-
-    def _match(self, row: int, drafted: Sequence[int]) -> Match:
-        """The likeliest continuation of the row's sequence + `drafted`, by its own n-grams or remembered ones."""
-        return _likelier(self._match_in_row(row, drafted), self._match_in_memory(row, drafted))
-
-    def _match_in_row(self, row: int, drafted: Sequence[int] = ()) -> Match:
-        length, position = self.indexes[row].match(drafted)
-        if not length:
-            return Match()
-        tokens = self.indexes[row].continuation(position, MAX_DRAFT, drafted)
-        return Match(NGRAM_SOURCES[length], tokens, self.acceptances.probability(NGRAM_SOURCES[length]))
-
-    def _match_in_memory(self, row: int, drafted: Sequence[int] = ()) -> Match:
-        end = [*self.indexes[row].tokens[-MATCH_LENGTHS[-1] :], *drafted]
-        length, tokens = self.memory.find(end, MAX_DRAFT)
-        if not length:
-            return Match()
-        return Match(source := REMEMBERED_SOURCES[length], tokens, self.acceptances.probability(source))
-
-    def _draft_unread(self, exit_layer: int, lengths: list[int], drafts: list[Draft]) -> None:
-        """Let a head draft tokens that the host does not read before they are verified."""
-        if self.engine is None:
-            return
-        chains, _ = self.engine.draft(exit_layer, [[] for _ in drafts], max(lengths))
-        for draft, tokens, length in zip(drafts, chains, lengths, strict=True):
-            draft.add(tokens[:length], self.head_sources[exit_layer], exit_layer)
-
-    def _draft_with_head(self, current: _Round, exit_layer: int, lengths: list[int]) -> None:
-        """Add a head's tokens to the drafts, which have equal lengths, until another token is not expected to pay."""
-        if self.engine is None:
-            return
-        before = drafted = [draft.tokens for draft in current.drafts]
-        own = self.acceptances.probability(self.head_sources[exit_layer])
-        for _ in range(max(lengths)):
-            found, scores = self.engine.draft(exit_layer, drafted)
-            current.survivals = [survival * score for survival, score in zip(current.survivals, scores, strict=True)]
-            drafted = [[*tokens_before, *new] for tokens_before, new in zip(drafted, found, strict=True)]
-            if not self._is_worth_more(current, own, len(drafted[0]), exit_layer):
+            if self._rate_after(layer, trees, paths, prices, spent) <= plan.rate:
                 break
-            matches = [self._match(row, tokens) for row, tokens in zip(current.rows, drafted, strict=True)]
-            if all(match.acceptance >= own for match in matches):
-                break  # n-grams continue from here: their tokens are at least as likely to be accepted, and free
-        for draft, tokens, start, length in zip(current.drafts, drafted, before, lengths, strict=True):
-            draft.add(tokens[len(start) :][:length], self.head_sources[exit_layer], exit_layer, probability=own)
+        return plan
 
-    def _draft_with_ngrams(self, current: _Round, matches: list[Match], lengths: list[int]) -> None:
-        """Add the continuations of n-grams to the drafts of the rows that have a match."""
-        current.survivals = [0.0] * len(matches)
-        for number, (match, length) in enumerate(zip(matches, lengths, strict=True)):
-            if match.tokens:
-                tokens = list(match.tokens[:length])
-                current.drafts[number].add(tokens, match.source, probability=match.acceptance)
-                current.survivals[number] = match.acceptance ** len(tokens)
+    def _best_head(self, trees: list[GrowingTree], prices: Prices, plan: Plan) -> int | None:
+        """The exit layer whose head should draft in this round, if any."""
+        paths: list[Path] = [() for _ in trees]
+        gains = {layer: self._rate_after(layer, trees, paths, prices, 0.0) for layer in self.heads}
+        best = max(gains, key=lambda layer: gains[layer])
+        return best if gains[best] > plan.rate else None
 
-    def _continue_with_ngrams(self, current: _Round) -> None:
-        """Let n-grams continue where a head stopped, as far as the wider verify pass is worth it."""
-        matches = [self._match(row, draft.tokens) for row, draft in zip(current.rows, current.drafts, strict=True)]
-        room = [limit - len(draft.tokens) for limit, draft in zip(current.limits, current.drafts, strict=True)]
-        offers = [(match.acceptance, min(most, len(match.tokens))) for match, most in zip(matches, room, strict=True)]
-        drafted = max(len(draft.tokens) for draft in current.drafts)
-        length = choose_continuation(offers, current.survivals, drafted, current.costs)
-        self._draft_with_ngrams(current, matches, [min(length, most) for most in room])
+    def _rate_after(
+        self, layer: int, trees: list[GrowingTree], paths: list[Path], prices: Prices, spent: float
+    ) -> float:
+        """Expected tokens per millisecond of the best plan after one more draft step along these paths, or several."""
+        reaches = [
+            tree.reach(path) * (1.0 - sum(share for share, _ in tree.children(path))) if len(path) < tree.limit else 0.0
+            for tree, path in zip(trees, paths, strict=True)
+        ]
+        known, rates = [tree.known() for tree in trees], self._rates(layer)
+        return max(
+            best_plan(
+                [partial(_first, row) for row in step_gains(known, reaches, rates, steps)],
+                prices,
+                spent + steps * prices.draft(layer),
+            ).rate
+            for steps in (1, LOOK_AHEAD)
+        )
 
-    def _continue_with_head(self, current: _Round) -> None:
-        """Let a head continue n-gram drafts of equal lengths, if one more token is expected to pay."""
-        drafted = len(current.drafts[0].tokens)
-        room = min(current.limits) - drafted
-        if room <= 0 or any(len(draft.tokens) != drafted for draft in current.drafts):
-            return
-        for exit_layer in self.heads:
-            if self.engine is not None and exit_layer == self.engine.head_layer:
-                continue  # it would read hidden states of the n-gram's last token, which no pass has computed
-            own = self.acceptances.probability(self.head_sources[exit_layer])
-            if self._is_worth_more(current, own, drafted, exit_layer, catch_up=True):
-                self._draft_with_head(current, exit_layer, [room] * len(current.rows))
-                return
+    def _draft_unread(self, trees: list[GrowingTree], prices: Prices, plan: Plan) -> list[Draft] | None:
+        """Let a head draft chains that the host does not read before they are verified, if they promise more.
 
-    def _is_worth_more(
-        self, current: _Round, acceptance: float, drafted: int, exit_layer: int, catch_up: bool = False
-    ) -> bool:
-        costs, price = current.costs, current.ms_per_token
-        return worth_another_draft(current.survivals, acceptance, drafted, exit_layer, costs, price, catch_up)
+        They cannot be merged with what other sources offer.
+        """
+        best, limits = plan.rate, [min(tree.limit, MAX_DRAFT) for tree in trees]
+        layer, length = None, 0
+        for head in self.heads:
+            [rate, *_] = self._rates(head)
+            for count in range(1, max(limits, default=0) + 1):
+                tokens = sum(expected_tokens(rate, min(count, limit)) for limit in limits)
+                found = tokens / (count * prices.draft(head) + prices.verify(count + 1))
+                if found > best:
+                    best, layer, length = found, head, count
+        if layer is None:
+            return None
+        lengths = [min(length, limit) for limit in limits]
+        chains, _ = self.engine.draft(layer, [[] for _ in trees], max(lengths))
+        source = self.heads[layer]
+        return [
+            Draft().add(tokens[:own], source, layer, probability=rate)
+            for tokens, own in zip(chains, lengths, strict=True)
+        ]
+
+    def _judge_unread(self, draft: Draft, accepted: Accepted) -> None:
+        """Learn from a chain that the host has read by now."""
+        for node, token in zip(draft.nodes, accepted.tokens, strict=False):
+            self._learn((node.source, 0), node.token == token, None)
 
 
-def _likelier(own: Match, remembered: Match) -> Match:
-    return remembered if remembered.acceptance > own.acceptance else own
+def _first(promises: list[float], count: int) -> list[float]:
+    return promises[:count]
 
 
 class NoDrafter:

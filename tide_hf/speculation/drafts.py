@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, takewhile
+from itertools import takewhile
 from typing import NamedTuple
 
 from ..common.errors import ConfigurationError
@@ -42,7 +42,7 @@ class Draft:
 
         `probability` is that of each token after the one before it. Once there are siblings, `parent` has to be given.
         """
-        if parent is None and not self._is_chain:
+        if parent is None and not self.is_chain:
             raise ConfigurationError(
                 "a draft with siblings has no one end to go on from",
                 got="no parent",
@@ -60,37 +60,41 @@ class Draft:
         """The token of each node."""
         return [node.token for node in self.nodes]
 
+    def parents(self, width: int) -> list[int]:
+        """The index of what each token of a pass of this width follows; -1 for its first, the row's last token.
+
+        Padding follows that one.
+        """
+        nodes = [node.parent + 1 for node in self.nodes]
+        return [-1, *nodes, *[0] * (width - 1 - len(nodes))]
+
     def children(self, parent: int) -> list[int]:
         """The nodes that follow a node, or `ROOT`."""
         return [index for index, node in enumerate(self.nodes) if node.parent == parent]
 
     @property
-    def _is_chain(self) -> bool:
+    def is_chain(self) -> bool:
+        """Whether there are no siblings."""
         return all(node.parent == index - 1 for index, node in enumerate(self.nodes))
 
     def chain(self) -> Draft:
         """The branch that goes on with the likeliest child of each node; the draft itself where it has no siblings."""
-        if self._is_chain:
+        if self.is_chain:
             return self
-        chain, parent = Draft(), ROOT
+        branch = [self.nodes[index] for index in self.branch(ROOT)]
+        return Draft([node._replace(parent=place - 1) for place, node in enumerate(branch)])
+
+    def branch(self, parent: int) -> list[int]:
+        """The likeliest child of a node, the likeliest child of that one, and so on."""
+        found = []
         while children := self.children(parent):
             parent = max(children, key=lambda index: self.nodes[index].probability)
-            chain.nodes.append(self.nodes[parent]._replace(parent=len(chain.nodes) - 1))
-        return chain
+            found.append(parent)
+        return found
 
     def with_tokens(self, tokens: list[int]) -> Draft:
         """The same tree with these tokens."""
         return Draft([node._replace(token=token) for node, token in zip(self.nodes, tokens, strict=True)])
-
-    def judged(self, path: list[int]) -> Iterator[tuple[str, int, int]]:
-        """What the base model has judged, where it accepted the nodes of `path`: the children of these and of the root.
-
-        Yields a source, how many nodes in a row it drafted, and how many of them were accepted.
-        """
-        nodes = [index for parent in (ROOT, *path) for index in self.children(parent)]
-        for source, group in groupby(nodes, key=lambda index: self.nodes[index].source):
-            found = list(group)
-            yield source, len(found), sum(index in path for index in found)
 
 
 @dataclass
@@ -104,6 +108,12 @@ class Accepted:
 
     tokens: list[int] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
+
+    @property
+    def kept(self) -> list[int]:
+        """The tokens of the pass, by index, whose K/V stay: the row's last one and those that new tokens follow."""
+        kept = [0, *(node + 1 for node in self.path)][: len(self.tokens)]
+        return kept + list(range(len(kept), len(self.tokens)))  # after a chain's path, padding of a row that has ended
 
     def sources(self, draft: Draft) -> list[str]:
         """The source of each new token: that of its node, else the full-depth pass."""

@@ -23,7 +23,7 @@ from ..common.draft_streamer import DraftStreamer
 from ..common.stats import ExitStats
 from ..common.token_sources import FULL_PASS, head_source
 from .call import Call
-from .drafts import Accepted, Draft
+from .drafts import ROOT, Accepted, Draft
 from .protocols import AcceptanceRule, DraftEngine, Drafter, Engine, Pass
 from .rows import Row, by_step
 
@@ -49,6 +49,8 @@ class SpeculativeDecoder:
             self._accept(engine, drafter, prompts)
             while not self._is_done():
                 drafts = drafter.draft([row.index for row in self.batch], self._limits(engine))
+                if self.rule.lockstep:  # which accepts position by position
+                    drafts = [draft.chain() for draft in drafts]
                 self.stats.rounds += len(self.batch)
                 self._accept(engine, drafter, engine.verify(drafts))
             cache = engine.finish(compact=not self.drops_ended)
@@ -83,7 +85,9 @@ class SpeculativeDecoder:
         ]
         row.sources += sources
         if isinstance(self.call.streamer, DraftStreamer):
-            rejected = [node.token for index, node in enumerate(draft.nodes) if index not in accepted.path]
+            rejected = [
+                draft.nodes[index].token for index in draft.branch(accepted.path[-1] if accepted.path else ROOT)
+            ]
             self.call.streamer.end_round(sources, rejected)
 
     def _drop_ended(self, engine: Engine) -> None:

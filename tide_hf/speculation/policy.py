@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
 from threading import Lock
 
-MAX_DRAFT = 15
+FIRST_WIDTH = 4  # of the first pass over drafts at most; passes may then be twice as wide as any before
+MAX_DRAFT = 15  # nodes of a tree
+TOP_DRAFTS = 8  # tokens that a draft step, or a pass, offers as the next one
+MOST_SURE = 0.97  # no token's probability is taken to be higher
 DRAFT_LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)  # few, so that each verify width (length + 1) is measured often
 MIN_GAIN = 1.05  # minimum expected speed-up of a draft over plain decoding, since measurements are noisy
 
@@ -27,7 +30,7 @@ SURPRISE = 1.3  # a cost this many times its estimate calls for a plain pass, wh
 FIRST_CREDIT = 3.0
 MAX_CREDIT = 8.0  # gains beyond this are not set off against later losses
 CREDIT_SHARE = 0.01  # further credit for each token
-MAX_BOOKED = 4.0  # a pass is booked as this multiple of its estimate at most, lest one interruption end drafting
+MAX_BOOKED = 6.0  # a pass is booked as this multiple of its estimate at most, lest one interruption end drafting
 
 CostKey = tuple[str, int]
 PLAIN_PASS: CostKey = ("verify", 1)
@@ -96,6 +99,7 @@ class CostTable:
         """
         with _lock:
             if key == PLAIN_PASS:
+                self._spent += 1.0 if self._spent else 0.0  # after draft steps of which nothing was worth verifying
                 self._record_plain(milliseconds)
                 return
             self._since_plain += key[0] == "verify"
@@ -119,6 +123,11 @@ class CostTable:
     def drafting_paused(self) -> bool:
         """Whether the next round will not be drafted for either, since drafting has lost too much, or is not wanted."""
         return self._is_off or self._credit + CREDIT_SHARE <= 0.0
+
+    @property
+    def widest_to_try(self) -> int:
+        """The widest pass that is worth trying, so that a machine on which width costs much shows it at little cost."""
+        return max((2 * size for kind, size in list(self._samples) if kind == "verify"), default=FIRST_WIDTH)
 
     def begin_round(self, *, is_off: bool = False) -> None:
         """Begin a round; passes since the last one, such as those of a warm-up, are not booked.
@@ -227,55 +236,41 @@ def step_width(num_tokens: int, widths: Sequence[int]) -> int:
     return next(width for width in widths if width >= num_tokens)
 
 
-class AcceptanceTable:
-    """Running estimates of the probability that the next draft token of a source is accepted.
+Key = tuple[str, int]  # a source, and the rank of a token among those that it offers at one place
 
-    A source's prior always counts as `weight` observations. Each new observation multiplies the weight of earlier
-    observations by `decay`.
+
+class AcceptanceTable:
+    """Running estimates of the probability that a token is accepted, by source and rank.
+
+    A key's prior always counts as `weight` observations. Each new observation multiplies the weight of earlier ones by
+    `decay`. Where a source gives its tokens probabilities of its own, the table learns by which factor these are wrong.
     """
 
-    def __init__(self, priors: dict[str, float], weight: float = 4.0, decay: float = 0.97) -> None:
+    def __init__(self, priors: dict[Key, float], weight: float = 4.0, decay: float = 0.99) -> None:
         self._priors, self._weight, self._decay = priors, weight, decay
-        self._counts = {source: [0.0, 0.0] for source in priors}
+        # Of each key: tokens that were right, tokens, and the sum of the probabilities that the source gave them.
+        self._counts = {key: [0.0, 0.0, 0.0] for key in priors}
 
-    def record(self, source: str, num_drafted: int, n_matches: int) -> None:
-        """Add one verified draft. Tokens after the first rejected one are not counted."""
-        trials = min(num_drafted, n_matches + 1)
-        self.forget(source, self._decay**trials)
-        counts = self._counts[source]
-        counts[0] += n_matches
-        counts[1] += trials
+    def record(self, key: Key, is_right: bool, score: float | None = None) -> None:
+        """Add a token that was offered, and whether the base model chose it; `score` is the source's probability."""
+        decay, counts = self._decay, self._counts[key]
+        counts[0] = decay * counts[0] + is_right
+        counts[1] = decay * counts[1] + 1.0
+        counts[2] = decay * counts[2] + (self._priors[key] if score is None else score)
 
     def forget(self, source: str, share: float) -> None:
         """Multiply the weight of a source's observations by `share`."""
-        self._counts[source] = [share * count for count in self._counts[source]]
+        for key, counts in self._counts.items():
+            if key[0] == source:
+                counts[:] = [share * count for count in counts]
 
-    def probability(self, source: str) -> float:
-        """Probability that the next draft token of `source` is accepted."""
-        hits, trials = self._counts[source]
-        return (self._priors[source] * self._weight + hits) / (self._weight + trials)
-
-
-@dataclass(frozen=True)
-class Option:
-    """A source that could draft in this round."""
-
-    source: str
-    rows: tuple[tuple[float, int], ...]  # per row: acceptance rate of a draft token, maximum number of draft tokens
-    exit_layer: int | None = None  # layers run before the head that drafts; `None` without a head
-
-    def expected_tokens(self, num_drafts: int) -> float:
-        """Expected new tokens of a round in which each row drafts `num_drafts` tokens or as many as it can."""
-        return sum(expected_tokens(acceptance, min(num_drafts, limit)) for acceptance, limit in self.rows)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The source of a round's drafts (`None`: plain decoding), their length, and the expected cost of a new token."""
-
-    option: Option | None = None
-    num_draft_tokens: int = 0
-    ms_per_token: float = math.inf
+    def probability(self, key: Key, score: float | None = None) -> float:
+        """Probability that the next token of this key is accepted, to which its source gave the probability `score`."""
+        hits, trials, scores = self._counts[key]
+        before = self._priors[key] * self._weight
+        if score is None:
+            return (before + hits) / (self._weight + trials)
+        return min(MOST_SURE, score * (before + hits) / (before + scores))
 
 
 def expected_tokens(acceptance: float, num_drafts: int) -> float:
@@ -285,63 +280,75 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
     return (1.0 - acceptance ** (num_drafts + 1)) / (1.0 - acceptance)
 
 
-def choose(options: list[Option], costs: CostTable) -> Choice:
-    """Pick the source and draft length with the best expected tokens per millisecond.
+@dataclass(frozen=True)
+class Plan:
+    """How wide a round's pass is to be, and its expected tokens, of all rows, per millisecond."""
 
-    Plain decoding is always an option, and is chosen until its cost has been measured, and while drafting has lost more
-    than it may.
+    width: int = 1
+    rate: float = 0.0
+
+
+class Prices:
+    """What the passes of one round cost, looked up once."""
+
+    def __init__(self, costs: CostTable) -> None:
+        self._costs, self.widest = costs, costs.widest_to_try
+        self._verify: dict[int, float] = {}
+        self._draft: dict[int, float] = {}
+
+    def verify(self, width: int) -> float:
+        """As `CostTable.verify`."""
+        if width not in self._verify:
+            self._verify[width] = self._costs.verify(width)
+        return self._verify[width]
+
+    def draft(self, exit_layer: int) -> float:
+        """As `CostTable.draft`."""
+        if exit_layer not in self._draft:
+            self._draft[exit_layer] = self._costs.draft(exit_layer)
+        return self._draft[exit_layer]
+
+
+def best_plan(promises: Sequence[Callable[[int], Sequence[float]]], prices: Prices, drafted_ms: float = 0.0) -> Plan:
+    """The width of pass that gives the most tokens per millisecond, after draft steps of `drafted_ms`.
+
+    A row's `promises`, called with a number of nodes, are the probabilities that each of its best nodes is accepted, in
+    descending order: fewer if there are no more. A pass over them costs what its widest row costs.
     """
-    best = Choice()
-    if not costs.may_draft or not options:
-        return best
-    best_rate = MIN_GAIN * len(options[0].rows) / costs.verify(1)
-    for option in options:
-        most = max(limit for _, limit in option.rows)
-        per_draft = costs.draft(option.exit_layer) if option.exit_layer is not None else 0.0
-        for length in {min(length, most) for length in DRAFT_LENGTHS} - {0}:
-            rate = option.expected_tokens(length) / (per_draft * length + costs.verify(length + 1))
-            if rate > best_rate:
-                best, best_rate = Choice(option, length, 1.0 / rate), rate
+    rows, best = len(promises), Plan(1, len(promises) / (drafted_ms + prices.verify(1)))
+    lengths = [length for length in DRAFT_LENGTHS if length < prices.widest]
+    for place, length in enumerate(lengths):
+        nodes = [promised(length)[:length] for promised in promises]
+        tokens, longest = rows + sum(map(sum, nodes)), max(map(len, nodes))
+        if longest == 0:
+            break
+        rate = tokens / (drafted_ms + prices.verify(longest + 1))
+        if rate > best.rate:
+            best = Plan(longest + 1, rate)
+        if longest < length:
+            break
+        last = sum(row[-1] for row in nodes if len(row) == length)  # each further node promises no more
+        if all(
+            tokens + (other - length) * last <= best.rate * (drafted_ms + prices.verify(other + 1))
+            for other in lengths[place + 1 :]
+        ):
+            break
     return best
 
 
-def worth_another_draft(
-    survivals: list[float],
-    acceptance: float,
-    drafted: int,
-    exit_layer: int,
-    costs: CostTable,
-    ms_per_token: float,
-    catch_up: bool = False,
-) -> bool:
-    """Whether one more draft token for each row pays for itself.
+def step_gains(
+    promises: Sequence[Sequence[float]], reaches: Sequence[float], rates: Sequence[float], num_steps: int
+) -> list[list[float]]:
+    """What rows would promise after `num_steps` more draft steps, for [`best_plan`].
 
-    `survivals` are the rows' probabilities that all `drafted` tokens so far are accepted; `acceptance` is the
-    probability that the next token is accepted after them. `ms_per_token` is the expected cost of a new token in this
-    round; another token may not cost more. With `catch_up`, the layer must first process the tokens of another source.
+    Args:
+        promises: What each row promises without them.
+        reaches: Of each row, the probability that the first step's place is reached and no known node there is right.
+        rates: Probability that the base model takes each of a step's tokens, by rank.
+        num_steps: Steps, of which each drafts after the best token of the one before.
     """
-    draft = costs.draft(exit_layer)
-    if catch_up:
-        draft *= costs.verify(drafted + 1) / costs.verify(1)
-    extra = draft + costs.verify(drafted + 2) - costs.verify(drafted + 1)
-    return sum(survivals) * acceptance * ms_per_token > extra
-
-
-def choose_continuation(offers: list[tuple[float, int]], survivals: list[float], drafted: int, costs: CostTable) -> int:
-    """The best number of tokens, free to draft, to add to each row, given the cost of a wider verify pass; may be 0.
-
-    `offers` has each row's acceptance rate of such a token and maximum number of tokens; `survivals` are the rows'
-    probabilities that all tokens drafted so far (`drafted` in the longest row) are accepted.
-    """
-    best, best_gain = 0, 0.0
-    most = max(limit for _, limit in offers)
-    for length in range(1, min(most, MAX_DRAFT - drafted) + 1):
-        tokens = sum(
-            survival * (expected_tokens(acceptance, min(length, limit)) - 1.0)
-            for survival, (acceptance, limit) in zip(survivals, offers, strict=True)
-        )
-        extra = costs.verify(drafted + length + 1) - costs.verify(drafted + 1)
-        gain = tokens * costs.verify(1) - extra * len(offers)
-        if gain > best_gain:
-            best, best_gain = length, gain
-    return best
+    found = []
+    for known, reach in zip(promises, reaches, strict=True):
+        new = [reach * rates[0] ** step * rate for step in range(num_steps) for rate in rates]
+        found.append(sorted([*known, *new], reverse=True))
+    return found

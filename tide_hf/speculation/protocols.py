@@ -23,6 +23,10 @@ class Pass(Protocol):
         """What each row's pass has verified. On an engine that does not read drafts, `tokens` or this waits for it."""
 
     @property
+    def has_trees(self) -> bool:
+        """Whether a row's draft has siblings; does not wait."""
+
+    @property
     def logits(self) -> Tensor:
         """(rows, width, vocabulary): after the last token, and after each draft token; beyond a row's draft, anything.
 
@@ -51,7 +55,7 @@ class Drafter(Protocol):
         """
 
     def observe(self, row: int, draft: Draft, accepted: Accepted) -> None:
-        """Learn what a round has added to a row, and the draft that was verified: the chain, as yet, of a tree.
+        """Learn what a round has added to a row, and the draft that was verified.
 
         The first token of the answer comes with an empty draft.
         """
@@ -85,6 +89,8 @@ class DraftEngine(Protocol):
     def reads_drafts(self) -> bool:
         """Whether the host reads the tokens and scores of each draft step. If not, one call drafts a whole chain."""
 
+    takes_trees: bool  # whether passes verify trees; if not, they verify the `chain` of each
+
     @property
     def head_layer(self) -> int | None:
         """The draft head's exit layer, 0, for `draft`; `None` if there is none, or it cannot draft in this call.
@@ -94,14 +100,21 @@ class DraftEngine(Protocol):
 
     def draft(
         self, exit_layer: int, drafted: list[list[int]], num_tokens: int = 1
-    ) -> tuple[list[list[int]], list[float]]:
-        """Draft tokens for each row with the head at an exit layer.
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Draft for each row with the head at an exit layer.
 
         `drafted` are the tokens that each row has drafted in this round, the same number for all rows.
 
         Returns:
-            Each row's `num_tokens` tokens, and the exit score of each row's last one. Where the host does not read
-            drafts, the tokens stand for those that the next pass will have verified, and there are no scores.
+            Each row's likeliest next tokens, best first, and the probability of each that the base model agrees. Where
+            the host does not read drafts, `num_tokens` tokens after one another, which stand for those that the next
+            pass will have verified, and no probabilities.
+        """
+
+    def likeliest(self) -> list[tuple[list[int], list[list[int]]]]:
+        """For each row, the tokens that the last pass read, and after each of them the likeliest ones, best first.
+
+        Empty after prefill, and where they cannot be read without waiting for a device.
         """
 
     def costs_of(self, num_rows: int) -> CostTable:
@@ -131,8 +144,8 @@ class Engine(DraftEngine, Protocol):
     def verify(self, drafts: list[Draft]) -> Pass:
         """Forget the K/V of draft steps, and run one full-depth pass over each row's last token and draft.
 
-        Passes have no masks for siblings yet: of a tree, its `chain` is verified. An engine may start the next pass
-        before this one's tokens are accepted, where nothing is drafted and tokens are read as the top-1 ones.
+        An engine may start the next pass before this one's tokens are accepted, where nothing is drafted and tokens are
+        read as the top-1 ones.
         """
 
     def commit(self, accepted: list[Accepted]) -> None:

@@ -141,6 +141,10 @@ class StaticCacheSlots(CacheSlots):
     def _crop(self, num_tokens: int) -> None:
         """Do nothing, since the next pass overwrites the slots."""
 
+    def _written(self, layer: Any, width: int) -> tuple[Tensor, Tensor]:
+        written = slice(self.length, self.length + width)
+        return layer.keys[:, :, written], layer.values[:, :, written]
+
     def _move(self, order: Tensor, total: int) -> None:
         order = order.to(self.cache.layers[0].keys.device)  # uploaded once, since each upload synchronises with the GPU
         for layer in self.cache.layers:

@@ -15,6 +15,8 @@ from transformers.cache_utils import Cache
 from ...base_model.unembed import greedy_tokens
 from ...depth.gates import FixedDepthRun, LayerRun, active
 from ...depth.head_drafting import HeadRun, HeadState
+from ...depth.masks import reading_tree
+from ...speculation.policy import TOP_DRAFTS
 from ..gqa_attention import attend_static, filled_up_to
 from .exit_steps import ExitSteps
 from .static_cache import fill, first_rows, static_cache, take_rows
@@ -51,7 +53,10 @@ class StepBuffers:
         self.cache = static_cache(like, rows, capacity) if shared is None else first_rows(shared, rows)
         self.tensors = StepTensors(parts, self.cache, rows, kind)
         with torch.inference_mode(False):
-            self.scores = torch.zeros(rows, device=self.device) if kind.has_scores else None
+            # The likeliest tokens of the last draft step and their scores, (rows, candidates) each.
+            drafts = (rows, min(TOP_DRAFTS, parts.num_drafts) if kind.has_head else 1)
+            self.scores = torch.zeros(drafts, device=self.device) if kind.has_scores else None
+            self.candidates = torch.zeros(drafts, dtype=torch.int64, device=self.device)
             if kind.has_head:
                 shape, own = (rows, WIDEST, parts.head_size), {"dtype": first.keys.dtype, "device": self.device}
                 self.last_hidden_states = torch.zeros(shape, **own)
@@ -128,7 +133,7 @@ class StepBuffers:
         before = run.layers_executed
         if self.head is not None:
             self.head.prev_hidden_state = self.prev_hidden_state
-        with active(run):
+        with active(run), reading_tree(tensors.tree(width)):
             logits = tensors.forward(tensors.ids[:, :width], tensors.start[0]).logits
         tensors.set_results(slice(None), greedy_tokens(logits))
         tensors.keep_inputs()
@@ -146,23 +151,25 @@ class StepBuffers:
             top, scores, executed = self._draft_from(exit_layer)
         if self.scores is not None:
             self.scores.copy_(scores)
+            self.candidates.copy_(top)
         self.tensors.num_drafted.add_(1)
-        self.tensors.ids.index_copy_(1, self.tensors.num_drafted, top[:, None])
+        self.tensors.ids.index_copy_(1, self.tensors.num_drafted, top[:, :1])
         return executed, None
 
     def _draft_with(self, head: HeadRun) -> tuple[Tensor, Tensor]:
-        """Return the tokens (rows) that the draft head drafts after each row's last one, and their scores."""
+        """Return the likeliest tokens (rows, candidates) after each row's last one, by the draft head, and scores."""
         tensors, layer = self.tensors, self.cache.layers[0]
         position: Any = layer.position
         position.move_to(tensors.start[0] + tensors.num_drafted[0], 1)
         head.draft_hidden_state = self.draft_hidden_state
         with filled_up_to(position.end):
-            top, scores = head.draft(tensors.ids.index_select(1, tensors.num_drafted), tensors.mask)
+            count = TOP_DRAFTS if self.scores is not None else 1
+            top, scores = head.draft(tensors.ids.index_select(1, tensors.num_drafted), tensors.mask, count)
         self.draft_hidden_state.copy_(head.draft_hidden_state)
         return top, scores
 
     def _draft_from(self, exit_layer: int) -> tuple[Tensor, Tensor, int]:
-        """Run the layers up to an exit layer; return the tokens (rows) of its head, their scores, layers executed."""
+        """Run the layers up to an exit layer; return the tokens (rows, 1) of its head, their scores, layers run."""
         tensors, layers = self.tensors, {"execute_layer": self.parts.execute_layer}
         run = FixedDepthRun(self.parts.structure, self.cache, exit_layer, **layers)
         ids, drafted = tensors.ids.index_select(1, tensors.num_drafted), tensors.num_drafted
@@ -170,13 +177,12 @@ class StepBuffers:
             state = run.states_after(tensors.forward, ids, tensors.start[0] + drafted[0], drafted)[:, -1]
         routers: Any = self.parts.routers
         point = routers[exit_layer]
-        top = self.parts.draft_unembed(point.head(state))
-        return top, self.parts.unembed.route(point.router, state), run.layers_executed
+        top = self.parts.draft_unembed(point.head(state))[:, None]
+        return top, self.parts.unembed.route(point.router, state)[:, None], run.layers_executed
 
-    def read_draft(self) -> tuple[list[int], list[float]]:
-        """Wait for the last draft step; return each row's token and its exit score."""
-        tensors = self.tensors
-        return tensors.ids[:, int(tensors.num_drafted)].tolist(), self.scores.tolist()  # type: ignore[union-attr]
+    def read_draft(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Wait for the last draft step; return each row's likeliest tokens and their scores."""
+        return self.candidates.tolist(), self.scores.tolist()  # type: ignore[union-attr]
 
 
 def slots_for_now(filled: int, most: int) -> int:

@@ -17,12 +17,13 @@ from transformers.cache_utils import Cache
 from ...base_model.inputs import without_router_loss
 from ...base_model.structure import CACHE, DecoderStructure, bounds_positions
 from ...base_model.unembed import DraftUnembed, Unembed
+from ...depth.masks import PassTree, current_tree, skipping_rejected
 from ...routers.routers import TIDERouters
 from ...weights.reading import WeightReading
-from ..gqa_attention import skipping_rejected
 
 WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; passes of other widths are padded to the next larger width
 WIDEST = WIDTHS[-1]
+CHAIN = [index - 1 for index in range(WIDEST)]  # the parents of a chain's tokens
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class ModelParts:
         head = self.routers.draft_head if self.routers is not None else None
         return self.structure.hidden_size if head is None else head.config.hidden_size
 
+    @property
+    def num_drafts(self) -> int:
+        """The number of tokens that the draft head chooses from."""
+        head = self.routers.draft_head if self.routers is not None else None
+        return 1 if head is None else head.config.draft_vocab_size
+
 
 @dataclass(frozen=True)
 class BufferKind:
@@ -57,6 +64,7 @@ class BufferKind:
         exit_layers: Those at which tokens may exit in `early_exit`; none in other modes.
         is_causal: Whether masks hide no more than unfilled slots and later tokens: of one row, without padding.
         skips_rejected: Whether windows skip rejected tokens, which the rows of a batch leave in the cache.
+        takes_trees: Whether passes over several tokens read trees.
     """
 
     position_shape: tuple[int, ...] | None = None
@@ -65,6 +73,7 @@ class BufferKind:
     exit_layers: tuple[int, ...] = ()
     is_causal: bool = False
     skips_rejected: bool = False
+    takes_trees: bool = False
 
 
 class StepTensors:
@@ -85,8 +94,9 @@ class StepTensors:
         self._bounds_positions = bounds_positions(parts.model.config.get_text_config())
         self._takes_positions = kind.position_shape is not None
         leading, is_pinned, device = kind.position_shape or (), self.device.type == "cuda", self.device
-        # Start, draft steps, highest position, positions, last accepted, ids.
-        sizes = (1, 1, 1, math.prod(leading) * rows, rows, rows * WIDEST)
+        # Start, draft steps, highest position, positions, last accepted, ids; for trees parents, depths, ancestors.
+        num_ids, self._takes_trees = rows * WIDEST, kind.takes_trees
+        sizes = (1, 1, 1, math.prod(leading) * rows, rows, num_ids, *([num_ids] * 3 if kind.takes_trees else []))
         with torch.inference_mode(False):
             self._host_inputs = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=is_pinned)
             self.device_inputs = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
@@ -95,9 +105,9 @@ class StepTensors:
             self._results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, device=device)
             self._host_results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, pin_memory=is_pinned)
         inputs = self.device_inputs.split(sizes)
-        self.start, self.num_drafted, self._highest_position, positions, self.last_accepted, ids = inputs
+        self.start, self.num_drafted, self._highest_position, positions, self.last_accepted = inputs[:5]
         self._positions = positions.view(*leading, rows)
-        self.ids = ids.view(rows, WIDEST)
+        self.ids, *self._tree = (one.view(rows, WIDEST) for one in inputs[5:])
 
     def write(
         self,
@@ -105,19 +115,30 @@ class StepTensors:
         positions: list[list[int]],
         highest_position: int,
         ids: list[list[int]],
-        accepted: list[int] | None,
+        last_kept: list[int] | None,
+        parents: list[list[int]] | None = None,
     ) -> None:
         """Upload the inputs of a round by one asynchronous copy; `start` is the slot of the first token.
 
         `positions` has that token's position in each row (several for mRoPE); `highest_position` is what those of
-        padding are cut to, where higher ones do harm; `ids` has each row's last token and draft; `accepted` the number
-        of tokens that each row accepted in the previous pass, `None` before the first pass.
+        padding are cut to, where higher ones do harm; `ids` has each row's last token and draft, whose parents
+        are `parents`, or the tokens before them; `last_kept` the index in the previous pass of the last token that each
+        row accepted, `None` before the first pass.
         """
         padded = [token for row in ids for token in row + row[-1:] * (WIDEST - len(row))]
-        last = [max(0, count - 1) for count in accepted] if accepted is not None else [0] * len(self.ids)
+        last = last_kept if last_kept is not None else [0] * len(self.ids)
         by_kind = [position for kind in zip(*positions, strict=True) for position in kind]
-        self._host_inputs.copy_(torch.tensor([start, 0, highest_position, *by_kind, *last, *padded]))
+        tree = _tree_inputs(parents or [CHAIN] * len(self.ids)) if self._takes_trees else []
+        self._host_inputs.copy_(torch.tensor([start, 0, highest_position, *by_kind, *last, *padded, *tree]))
         self.device_inputs.copy_(self._host_inputs, non_blocking=True)
+
+    def tree(self, width: int) -> PassTree | None:
+        """The tree that a pass over `width` tokens reads; `None` where passes read chains."""
+        if not self._takes_trees or width == 1:
+            return None
+        parents, depths, ancestors = (one[:, :width] for one in self._tree)
+        attended = (ancestors[..., None] >> torch.arange(width, device=self.device)) & 1
+        return PassTree(parents, depths, attended.bool())
 
     def write_mask(self, mask: Tensor | None, rejected: Tensor | None, start: int = 0) -> None:
         """Upload (rows, length) masks of attended and rejected slots, from slot `start` on; `None`: none."""
@@ -167,9 +188,25 @@ class StepTensors:
         position.position.move_to(start, width)
         inputs = {"input_ids": ids, "attention_mask": self.mask, CACHE: self.cache, "use_cache": True}
         if self._takes_positions:
-            positions = self._positions[..., None] + torch.arange(width, device=self.device) + offset
+            tree = current_tree()
+            steps = torch.arange(width, device=self.device) if tree is None else tree.depths
+            positions = self._positions[..., None] + steps + offset
             if self._bounds_positions:
                 positions = torch.minimum(positions, self._highest_position)
             inputs["position_ids"] = positions
         with skipping_rejected(self.rejected):
             return self.parts.model(**without_router_loss(self.parts.model, inputs), return_dict=True)
+
+
+def _tree_inputs(parents: list[list[int]]) -> list[int]:
+    """The parents, depths and ancestors of all tokens; ancestors, a token itself among them, as bits of a number."""
+    depths, ancestors = [], []
+    for row in parents:
+        own_depths: list[int] = []
+        own_ancestors: list[int] = []
+        for index, parent in enumerate(row):
+            own_depths.append(own_depths[parent] + 1 if parent >= 0 else 0)
+            own_ancestors.append((own_ancestors[parent] if parent >= 0 else 0) | 1 << index)
+        depths += own_depths
+        ancestors += own_ancestors
+    return [*(parent for row in parents for parent in row), *depths, *ancestors]
