@@ -212,19 +212,15 @@ class FusedLayers:
         self._equal: dict[tuple[Any, ...], bool] = {}  # by layer and its settings, whether the kernels give its results
         self._most_tokens: dict[tuple[Any, ...], int] = {}  # up to which the kernels are faster, by shapes and threads
 
-    def for_call(self) -> dict[int, tuple[FusedLayer, int]]:
-        """The layers that the kernel runs in a call, by index, and up to how many tokens.
-
-        Weights are read in the layouts allowed now, and must not be replaced during the call.
-        """
-        return self._with_limits()
-
     def for_tokens(self, tokens: int) -> dict[int, FusedLayer]:
         """The layers, by index, that the kernels run in passes over a number of tokens."""
-        return {layer_idx: fused for layer_idx, (fused, limit) in self._with_limits().items() if tokens <= limit}
+        return {layer_idx: fused for layer_idx, (fused, limit) in self.with_limits().items() if tokens <= limit}
 
-    def _with_limits(self) -> dict[int, tuple[FusedLayer, int]]:
-        """The layers that the kernels run, by index, and up to how many tokens."""
+    def with_limits(self) -> dict[int, tuple[FusedLayer, int]]:
+        """The layers that the kernel runs, by index, and up to how many tokens.
+
+        Weights are read in the layouts allowed now, and must not be replaced while the result is used.
+        """
         found = {}
         for layer_idx, layer in enumerate(self.structure.layers):
             fused = fused_layer(layer)

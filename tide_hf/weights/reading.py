@@ -123,9 +123,11 @@ class WeightReading:
 
     def execute_layer(self) -> FusedPasses | None:
         """What runs decoder layers in an eager call, where that is not their own forward; see [`FusedPasses`]."""
-        found = {} if self.use_kernels is False else self.fused_layers.for_call()
-        may_join = not any(map(has_windows_in, self.structure.layers))
-        return FusedPasses(found, self.structure.num_layers, may_join) if found else None
+        found = {} if self.use_kernels is False else self.fused_layers.with_limits()
+        if not found:
+            return None
+        may_join = not has_windows_in(self.structure.layers[0])  # layers share the model's config
+        return FusedPasses(found, self.structure.num_layers, may_join)
 
     def measure(self) -> None:
         """Measure what decodes the fastest on this machine, so that no call has to wait for it."""
