@@ -23,7 +23,7 @@ from .fetch import KERNELS_REPO, fetch, variant_of
 
 USE_KERNELS = (True, False, "auto")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-OPS = ("norm_route", "exit_compact", "exit_scatter", "kv_compact", "draft_top1")
+OPS = ("norm_route", "kv_compact", "draft_top1")
 MIN_CAPABILITY = (7, 5)  # Turing
 
 logger = logging.getLogger(__name__)

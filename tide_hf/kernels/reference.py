@@ -64,28 +64,6 @@ def norm_route(
     return scores, exit_mask(scores, exit_threshold)
 
 
-def exit_compact(hidden_states: Tensor, exit_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort rows (N, D) stably by their exit mask (N,): rows that continue first, then rows that exit.
-
-    Returns:
-        (N, D) rows; (N,) int64 source index of each; (2,) int32 counts of continuing and exiting rows, on the device.
-    """
-    indices = torch.argsort(exit_mask.to(torch.uint8), stable=True)
-    exiting = exit_mask.sum(dtype=torch.int32)
-    return hidden_states[indices], indices, torch.stack([exit_mask.numel() - exiting, exiting]).to(torch.int32)
-
-
-def exit_scatter(rows: Tensor, indices: Tensor, out: Tensor, limit: Tensor | None = None) -> Tensor:
-    """Write `rows[i]` (M, D) to `out[indices[i]]` (N, D) in place, and return `out`.
-
-    The indices are int64 without duplicates. `limit`, (1,) int32 on the device, is the number of rows to write.
-    """
-    if limit is not None:
-        within = (torch.arange(rows.shape[0], device=rows.device) < limit)[:, None]
-        rows = torch.where(within, rows, out[indices])
-    return out.index_copy_(0, indices, rows)
-
-
 def kv_compact(keys: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """Gather slots of a K/V cache: slot `order[row, i]` of every head becomes slot `i`.
 

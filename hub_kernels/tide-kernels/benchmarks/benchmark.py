@@ -75,15 +75,6 @@ def cases() -> list[Case]:
     torch.manual_seed(0)
     found = [_route_case(rows, 4096) for rows in (1, 2, 8, 32, 64, 1024)]
     found += [_route_case(1, 576), _route_case(1, 8192)]
-    for rows in (64, 4096):
-        states, mask = _random(rows, 4096), torch.rand(rows, device="cuda") < 0.5
-        moved = 2 * states.nbytes
-        compacted, indices, _ = reference_ops.exit_compact(states, mask)
-        size = f"N={rows} D=4096"
-        found += [
-            Case("exit_compact", size, (states, mask), {}, moved),
-            Case("exit_scatter", size, (compacted, indices, torch.empty_like(states)), {}, moved),
-        ]
     keys, values = _random(8, 8, 2048, 128), _random(8, 8, 2048, 128)
     order = torch.stack([torch.randperm(2048)[:1536].sort().values for _ in range(8)]).cuda()
     found.append(Case("kv_compact", "B=8 H=8 S=2048->1536 D=128", (keys, values, order), {}, 3 * keys.nbytes))

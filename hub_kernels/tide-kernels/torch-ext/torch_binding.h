@@ -24,8 +24,4 @@ std::tuple<Tensor, Tensor> norm_route(
     int64_t norm,
     const Tensor& counters);
 
-std::tuple<Tensor, Tensor, Tensor> exit_compact(const Tensor& hidden_states, const Tensor& exit_mask);
-
-void exit_scatter(const Tensor& rows, const Tensor& indices, const Tensor& out, const std::optional<Tensor>& limit);
-
 }  // namespace tide

@@ -29,10 +29,9 @@ if hasattr(ops, "skinny_gemm"):  # this build's library is for CPUs
         "skinny_gemm",
     ]
 else:
-    from .compaction import exit_compact, exit_scatter
     from .kv_cache import kv_compact
     from .registration import implementations
     from .routing import norm_route
     from .vocabulary import draft_top1
 
-    __all__ = ["draft_top1", "exit_compact", "exit_scatter", "implementations", "kv_compact", "norm_route"]
+    __all__ = ["draft_top1", "implementations", "kv_compact", "norm_route"]
