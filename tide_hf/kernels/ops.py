@@ -1,8 +1,7 @@
 """The fused kernels of `hub_kernels/tide-kernels` for a model: whether it can run them, and which it gets.
 
 [`Ops`] holds the GPU kernels of one model; on a CPU, `cpu.cpp_kernels` has those of all models. Callers check `run_on`
-before they call a kernel, and otherwise run their own plain PyTorch path. `reference` implements each op in plain
-PyTorch.
+before they call a kernel, and otherwise run their own plain PyTorch path.
 """
 
 from __future__ import annotations

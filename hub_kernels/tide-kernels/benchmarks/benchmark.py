@@ -29,9 +29,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import plain
 import stage
-
-from tide_hf.kernels import reference as reference_ops
 
 CALLS, REPEATS = 50, 9
 DTYPE = torch.bfloat16
@@ -89,8 +88,7 @@ def cases() -> list[Case]:
 def _route_case(rows: int, size: int, rank: int = 128) -> Case:
     router = [torch.randn(*shape, device="cuda") / size**0.5 for shape in ((rank, size), (rank,), (1, rank), (1,))]
     args = (_random(rows, size), _random(size), None, *router)
-    kwargs = {"eps": 1e-5, "exit_threshold": 0.5}
-    return Case("norm_route", f"N={rows} D={size}", args, kwargs, args[0].nbytes + router[0].nbytes)
+    return Case("norm_route", f"N={rows} D={size}", args, {"eps": 1e-5}, args[0].nbytes + router[0].nbytes)
 
 
 def _random(*shape: int) -> Tensor:
@@ -100,13 +98,13 @@ def _random(*shape: int) -> Tensor:
 @cache
 def compiled(op: str) -> Callable[..., Any]:
     """The reference under torch.compile; cached, since it compiles for dynamic sizes once it has seen a second one."""
-    return torch.compile(getattr(reference_ops, op))
+    return torch.compile(getattr(plain, op))
 
 
 def measure(case: Case, variants: dict[str, ModuleType], published: Any, copy_bytes_per_us: float) -> list[Result]:
     """Check and time one op in every implementation."""
     calls: dict[str, Callable[..., Any]] = {
-        "eager": getattr(reference_ops, case.op),
+        "eager": getattr(plain, case.op),
         "torch.compile": compiled(case.op),
     }
     calls |= {name: getattr(module, case.op) for name, module in variants.items()}
@@ -128,7 +126,7 @@ def measure(case: Case, variants: dict[str, ModuleType], published: Any, copy_by
 
 def check(case: Case, name: str, call: Callable[..., Any]) -> None:
     """End the run where an implementation is wrong."""
-    expected = getattr(reference_ops, case.op)(*_copied(case.args), **case.kwargs)
+    expected = getattr(plain, case.op)(*_copied(case.args), **case.kwargs)
     got = call(*_copied(case.args), **case.kwargs)
     expected, got = (result if isinstance(result, tuple) else (result,) for result in (expected, got))
     for position, (left, right) in enumerate(zip(got, expected, strict=True)):

@@ -1,7 +1,7 @@
 """Fused ops for early exit and self-speculative decoding.
 
-Builds for GPUs have them in Triton and (for some of them, in some builds) CUDA C++; each has a reference of the same
-name in plain PyTorch in `tide_hf.kernels.reference`. Any hidden size, any number of rows, strided and empty inputs.
+Builds for GPUs have them in Triton and (for some of them, in some builds) CUDA C++; `plain.py` beside
+their sources has each in plain PyTorch. Any hidden size, any number of rows, strided and empty inputs.
 Builds for CPUs have products, attention and decoder layers for few tokens, in C++. float32, float16 and bfloat16; sums
 are float32.
 """
