@@ -24,7 +24,6 @@ from .common import ScriptedDrafts
 BATCH = 8
 DEPTHS = (0.25, 0.5, 0.75, 1.0)
 ROUTER_INTERVAL = 4
-PROMPT_EXITS = (0.0, 0.5, 0.9)
 LINE_ERRORS = (
     RuntimeError,
     TypeError,
@@ -225,11 +224,11 @@ def _timed(function: Callable[[], Any], device: torch.device) -> float:
     return before.elapsed_time(after)
 
 
-def exits_at(bench: Bench, depth: float, strategy: str = "recompute") -> dict[str, Any]:
-    """All tokens leave at one depth. With `recompute` no deeper layer runs; `propagate` fills in its K/V."""
+def exits_at(bench: Bench, depth: float) -> dict[str, Any]:
+    """All tokens leave at one depth."""
     layer = round(depth * bench.num_layers)
     leaves = layer < bench.num_layers
-    routers = _fresh_routers(bench, [layer if leaves else bench.num_layers // 2], strategy)
+    routers = _fresh_routers(bench, [layer if leaves else bench.num_layers // 2])
     bench.attach(routers, mode="early_exit", engine="compiled", exit_threshold=0.0 if leaves else NEVER_EXIT)
     found = _without_bytes(bench.per_token(exact=False, exit_criterion="fixed" if leaves else "router"))
     return found | {"exit_layer": layer, "layers_executed": bench.model.last_exit_stats.layers_executed}
@@ -239,25 +238,6 @@ def never_exits(bench: Bench) -> dict[str, Any]:
     layers = list(range(ROUTER_INTERVAL, bench.num_layers, ROUTER_INTERVAL)) or [1]
     bench.attach(_fresh_routers(bench, layers), mode="early_exit", engine="compiled", exit_threshold=NEVER_EXIT)
     return bench.per_token() | {"exit_layers": layers}
-
-
-def prefill(bench: Bench, share: float) -> dict[str, Any]:
-    """A prompt's pass and one token, of which `share` of the prompt's tokens leave at half the depth."""
-    inputs, layer = bench.prompt(1, bench.options.prefill), bench.num_layers // 2
-    base = median(bench.seconds(inputs, 1, {})[0] for _ in range(1 + bench.options.repeats))
-    routers = _fresh_routers(bench, [layer])
-    torch.nn.init.normal_(routers[layer].router.up.weight)
-    with torch.no_grad():
-        state = bench.model(**inputs, output_hidden_states=True).hidden_states[layer]
-    attachment = bench.attach(routers, mode="early_exit", exit_threshold=0.5)
-    with torch.no_grad():
-        scores = attachment.unembed.route(routers[layer].router, state).flatten().float()
-    del state
-    threshold = float(scores.quantile(1 - share)) if share else NEVER_EXIT
-    generate = {"exit_threshold": threshold, "exits_in_prompt": True}
-    seconds = median(bench.seconds(inputs, 1, generate)[0] for _ in range(1 + bench.options.repeats))
-    left = bench.model.last_exit_stats.mlp_tokens_skipped / (bench.num_layers - layer) / bench.options.prefill
-    return {"ms": 1000 * seconds, "generate_ms": 1000 * base, "share": share, "share_measured": left}
 
 
 def lines(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
@@ -272,12 +252,7 @@ def lines(bench: Bench) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     yield f"our lossless mode, batch {BATCH}", lambda: lossless(bench, BATCH)
     for depth in DEPTHS:
         yield f"early_exit, all leave at {depth:.0%} depth", lambda depth=depth: exits_at(bench, depth)
-    for depth in DEPTHS[:-1]:
-        filled = f"early_exit, all leave at {depth:.0%} depth, deeper K/V filled in"
-        yield filled, lambda depth=depth: exits_at(bench, depth, "propagate")
     yield "early_exit, routers that never exit", lambda: never_exits(bench)
-    for share in PROMPT_EXITS:
-        yield f"prompt of which {share:.0%} leaves at half depth", lambda share=share: prefill(bench, share)
     yield "our lossless mode, eager engine", lambda: lossless_eagerly(bench)
     yield "compiled static-cache generate", lambda: static(bench)  # these compile the longest
     yield f"compiled static-cache generate, batch {BATCH}", lambda: static(bench, BATCH)
@@ -309,9 +284,8 @@ def _bytes_of_a_slot(model: Any) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_size * model.dtype.itemsize
 
 
-def _fresh_routers(bench: Bench, exit_layers: list[int], strategy: str = "propagate") -> TIDERouters:
-    routers = TIDERouters.for_model(bench.model, exit_layers=exit_layers, kv_cache_strategy=strategy)
-    return routers.to(bench.model.device)
+def _fresh_routers(bench: Bench, exit_layers: list[int]) -> TIDERouters:
+    return TIDERouters.for_model(bench.model, exit_layers=exit_layers).to(bench.model.device)
 
 
 def _steps(bench: Bench) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """What a token costs on a GPU: `python -m examples.benchmarks.gpu_speed`, one step of `gpu`.
 
 Eager `generate`, `generate` with transformers' compiled static cache, our plain decoding and our lossless mode on
-captured steps, one sequence and eight; exits forced at a quarter, half, three quarters and all of the depth; routers
-that never exit; and prompts of which nothing, half or nine tenths leaves at half the depth. The models are a random one
-of Llama 3.1 8B's shape in bfloat16, whose weights torchao may quantise, and SmolLM2-135M with its weights. What fails
-is noted, and the rest goes on; what there is no time for is left out. The results are written after every line.
+captured steps, one sequence and eight; exits forced at a quarter, half, three quarters and all of the depth; and
+routers that never exit. The models are a random one of Llama 3.1 8B's shape in bfloat16, whose weights torchao may
+quantise, and SmolLM2-135M with its weights. What fails is noted, and the rest goes on; what there is no time for is
+left out. The results are written after every line.
 """
 
 from __future__ import annotations
@@ -117,7 +117,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quantize", choices=["int8"], help="weights, by torchao")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=98, help="new tokens")
-    parser.add_argument("--prefill", type=int, default=2048, help="tokens of the prompt that is read early")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--lines", nargs="+", default=[""], help="patterns of lines' names, if not all are wanted")
     parser.add_argument("--minutes", type=float, default=7.5, help="no line begins after so many")

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from tide_hf.calibration.text import generate_batch, without_generation_defaults
-from tide_hf.common.token_ids import eos_token_ids, pad_token, prompt_tokens
+from tide_hf.base_model.structure import input_device
+from tide_hf.calibration.text import without_generation_defaults
+from tide_hf.common.token_ids import eos_token_ids, left_padded, pad_token, prompt_tokens, truncate_at_eos
 
 # A hyphen after a word or a number is no sign: "12-15", "3-5 dollars", "covid-19".
 NUMBER = re.compile(r"(?:(?<![\w%)\]])([-\N{MINUS SIGN}])[$€£]?)?(\d+(?:,\d{3})*(?:\.\d+)?)")
@@ -44,7 +45,10 @@ def answer_questions(
     for start in range(0, len(prompts), batch_size):
         with without_generation_defaults(model):
             batch = prompts[start : start + batch_size]
-            answers = generate_batch(model, batch, ends, pad=pad, max_new_tokens=max_new_tokens, **options)
+            inputs = left_padded(batch, pad=pad, device=input_device(model))
+            found = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=pad, **options)
+        new_tokens = found[:, inputs["input_ids"].shape[1] :].tolist()
+        answers = [truncate_at_eos(tokens, ends, keep_eos=False) for tokens in new_tokens]
         stats = getattr(model, "last_exit_stats", None)
         layers = [[num_layers]] * len(answers) if stats is None else stats.per_token
         texts += [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]

@@ -45,7 +45,7 @@ cuda_variant="$(tail -n 1 "$results/build_cuda.log")"
 step tests_triton 120 env TIDE_KERNELS="$triton_variant" "${pytest[@]}" "${workers[@]}" "$here/tests"
 step tests_cuda 50 env TIDE_KERNELS="$cuda_variant" "${pytest[@]}" "${workers[@]}" "$here/tests"
 step tests_engine 50 "${pytest[@]}" tests/kernels/test_ops.py tests/kernels/test_kernel_decisions.py
-few="kernel and (127 or strided or many_rows or all_slots_move) and not reference and not compiles"
+few="kernel and (127 or strided or many_rows or all_slots_move) and not plain and not compiles"
 for tool in memcheck racecheck; do
   step "sanitizer_$tool" 45 env TIDE_KERNELS="$cuda_variant" PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
     compute-sanitizer --tool "$tool" --error-exitcode 9 "${pytest[@]}" "$here/tests" -k "$few" -x

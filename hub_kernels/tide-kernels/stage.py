@@ -35,7 +35,6 @@ PYTHON_FILES = HERE / "torch-ext" / "tide_kernels"
 CUDA_SOURCES = (
     "torch-ext/torch_binding.cpp",
     "tide_kernels_cuda/norm_route.cu",
-    "tide_kernels_cuda/compaction.cu",
 )
 CUDA_HEADERS = ("torch-ext/torch_binding.h", "tide_kernels_cuda/common.cuh")
 CPU_SOURCES = (

@@ -182,7 +182,7 @@ class TestCompile:
         torch.compiler.reset()
 
     @pytest.mark.parametrize("compile_module", [compile_forward, compile_in_place])
-    @pytest.mark.parametrize("part", ["the model", "model.model", "model.model.layers.1", "model.model.layers.2.mlp"])
+    @pytest.mark.parametrize("part", ["the model", "model.model", "model.model.layers.1"])
     def test_a_compiled_part_that_tide_decides_about_is_refused(self, tiny_llama, part, compile_module):
         message = f"so TIDE cannot decode with it: got {part}, a .*, compiled"
         name = part.removeprefix("the model").removeprefix("model.")
@@ -199,6 +199,8 @@ class TestCompile:
         expected = generated(model, max_new_tokens=2)
         compile_forward(model.model.layers[0].self_attn)
         compile_in_place(model.model.layers[1].self_attn)
+        compile_forward(model.model.layers[0].mlp)
+        compile_in_place(model.model.layers[1].mlp)
         TIDEModelForCausalLM.attach(model, TIDERouters.for_model(model, exit_layers=[1]))
         assert torch.equal(generated(model, max_new_tokens=2), expected)
         assert model.last_exit_stats is not None

@@ -163,7 +163,7 @@ def test_a_second_turn_goes_on_after_the_images_of_the_first(family, engine):
 
 @pytest.mark.parametrize("family", slow_but(FEW, FAMILIES))
 def test_tokens_exit_after_images_as_they_do_where_all_layers_run(family):
-    """`recompute` gives exact K/V, so its tokens are those of `post_hoc`, which skips nothing."""
+    """K/V stay exact, so the tokens are those of `post_hoc`, which skips nothing."""
     model, inputs = seeing_model(family), image_prompts(family, 3)
     routers = TIDERouters.for_model(model, exit_layers=[1, 2], exit_threshold=0.5)
     TIDEModelForCausalLM.attach(model, routers)

@@ -1,4 +1,4 @@
-"""Layers that a token skips do not run, and the K/V that they leave in the cache is right."""
+"""Layers that a token skips do not run, and the K/V in the cache is right."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -8,8 +8,7 @@ import torch
 from draft_heads import draft_head_for
 from families import ATTENTION, LAYERS, RECURRENT, prompt, tiny_model
 from on_steps import FEW, attach_captured
-from skipping_calls import OPTIONS, attached_early, frozen_after_exits
-from transformers import DynamicCache
+from skipping_calls import OPTIONS, attached_early
 
 from tide_hf import TIDEModelForCausalLM, TIDERouters, UnsupportedModelError
 from tide_hf.base_model.structure import CACHE, find_structure
@@ -19,17 +18,15 @@ from tide_hf.common.errors import ConfigurationError, UnsupportedOptionError
 
 @contextmanager
 def layer_calls(model):
-    """Count the decoder layers' own forward: how often entered and how often run to the end, by position."""
+    """Count how often the decoder layers' own forward runs, by position."""
     layers = find_structure(model).layers
-    counts = {"entered": Counter(), "finished": Counter()}
+    counts = Counter()
     position = {layer: index for index, layer in enumerate(layers)}
 
     def counting(native):
         def forward(self, *args, **kwargs):
-            counts["entered"][position[self]] += 1
-            output = native(self, *args, **kwargs)
-            counts["finished"][position[self]] += 1
-            return output
+            counts[position[self]] += 1
+            return native(self, *args, **kwargs)
 
         return forward
 
@@ -46,36 +43,15 @@ def test_a_decode_step_executes_exactly_the_exit_layers(family, exit_layer):
         model.generate(prompt(), **OPTIONS)
     steps = OPTIONS["max_new_tokens"] - 1
     for layer_idx in range(LAYERS):
-        assert counts["entered"][layer_idx] == 1 + steps  # a filled layer is entered for its norm, q, k and v ...
-        assert counts["finished"][layer_idx] == 1 + (steps if layer_idx < exit_layer else 0)  # ... and left there
+        assert counts[layer_idx] == 1 + (steps if layer_idx < exit_layer else 0)
     assert model.last_exit_stats.layers_executed == LAYERS + steps * exit_layer
     assert model.last_exit_stats.exits_per_layer == {exit_layer: steps}
 
 
-@pytest.mark.parametrize(("rows", "family"), [(1, "llama"), *((3, family) for family in ATTENTION)])
-def test_logits_equal_those_of_one_pass_with_frozen_states(family, rows):
-    """Rows of a batch leave at layers of their own, as the routers say."""
-    model = attached_early(family, [1, 2, 3])
-    result = model.generate(
-        prompt(rows), exit_threshold=0.5, return_dict_in_generate=True, output_logits=True, **OPTIONS
-    )
-    per_token = torch.tensor(model.last_exit_stats.per_token)
-    assert (per_token < LAYERS).any()
-    routers = model._tide.routers
-    TIDEModelForCausalLM.detach(model)
-    prompt_length = prompt().shape[1]
-    fed = result.sequences[:, :-1]
-    depth = torch.full(fed.shape, LAYERS)
-    depth[:, prompt_length - 1 :] = per_token
-    with frozen_after_exits(model, routers, depth):
-        expected = model(input_ids=fed).logits[:, prompt_length - 1 :]
-    torch.testing.assert_close(torch.stack(result.logits, dim=1), expected, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize(("rows", "family"), [*((1, family) for family in ATTENTION), *((3, family) for family in FEW)])
-def test_recompute_gives_what_post_hoc_gives_and_skips(family, rows):
+def test_early_exit_gives_what_post_hoc_gives_and_skips(family, rows):
     """Both read exits from the same states and keep exact K/V; one leaves out what it does not need."""
-    model = attached_early(family, [1, 2, 3], "recompute", exit_threshold=0.5)
+    model = attached_early(family, [1, 2, 3], exit_threshold=0.5)
     options = {**OPTIONS, "return_dict_in_generate": True, "output_logits": True}
     expected = model.generate(prompt(rows), tide_mode="post_hoc", **options)
     post_hoc = model.last_exit_stats
@@ -92,19 +68,6 @@ def test_recompute_gives_what_post_hoc_gives_and_skips(family, rows):
     if rows == 1:
         assert stats.exit_rate > 0
         assert stats.layers_executed < post_hoc.layers_executed
-
-
-def test_zero_pad_leaves_zeros_for_skipped_layers():
-    model = attached_early("llama", [2], "zero_pad", exit_threshold=0.0)
-    cache = DynamicCache(config=model.config)
-    with layer_calls(model) as counts:
-        model.generate(prompt(), **{CACHE: cache}, **OPTIONS)
-    assert counts["entered"] == {0: 10, 1: 10, 2: 1, 3: 1}
-    for layer_idx, layer in enumerate(cache.layers):
-        assert layer.get_seq_length() == prompt().shape[1] + 9
-        assert layer.values.shape == layer.keys.shape
-        for stored in (layer.keys, layer.values):
-            assert bool((stored[:, :, -9:] == 0).all()) == (layer_idx >= 2)
 
 
 def test_min_layers_and_the_fixed_criterion_choose_the_exit_layer_at_run_time():
@@ -130,7 +93,7 @@ def test_invalid_options_are_refused(option, message):
 
 
 def test_the_confidence_criterion_is_the_heads_largest_probability():
-    model = attached_early("llama", [2], "recompute")
+    model = attached_early("llama", [2])
     result = model.generate(prompt(), exit_criterion="confidence", exit_threshold=0.0,
         return_dict_in_generate=True, output_logits=True, **OPTIONS)  # fmt: skip
     largest = [float(logits.softmax(-1).max()) for logits in result.logits[1:]]
@@ -142,13 +105,11 @@ def test_the_confidence_criterion_is_the_heads_largest_probability():
 
 
 @pytest.mark.parametrize("attach", [TIDEModelForCausalLM.attach, attach_captured])
-@pytest.mark.parametrize("strategy", ["recompute", "propagate", "zero_pad"])
-def test_tokens_exit_as_without_a_draft_head(attach, strategy):
+def test_tokens_exit_as_without_a_draft_head(attach):
     found = []
     for has_head in (True, False):
         model = tiny_model("llama")
         routers = draft_head_for(model)
-        routers.config.kv_cache_strategy = strategy
         if not has_head:
             routers.draft_head = routers.config.draft_head = None
         attach(model, routers, mode="early_exit", exit_threshold=0.5)
@@ -191,17 +152,16 @@ def test_post_hoc_runs_all_layers_and_selects_early_states(family):
     assert torch.equal(model.generate(prompt(), exit_threshold=1.5, **OPTIONS), expected)
     with layer_calls(model) as counts:
         model.generate(prompt(), exit_threshold=0.0, **OPTIONS)
-    assert counts["finished"] == dict.fromkeys(range(LAYERS), 10)
+    assert counts == dict.fromkeys(range(LAYERS), 10)
     assert model.last_exit_stats.exits_per_layer == {2: 9}
 
 
-@pytest.mark.parametrize("strategy", ["propagate", "recompute"])
-def test_passes_with_another_cache_stay_at_full_depth(strategy):
+def test_passes_with_another_cache_stay_at_full_depth():
     """Classifier-free guidance calls the model from a logits processor, with a cache of its own."""
-    model = attached_early("llama", [1], strategy, exit_threshold=0.0)
+    model = attached_early("llama", [1], exit_threshold=0.0)
     options = {**OPTIONS, "guidance_scale": 1.5, "negative_prompt_ids": prompt()[:, :5]}
     with layer_calls(model) as counts:
         model.generate(prompt(), **options)
     # Ten guiding passes at full depth, prefill, and nine steps of one layer.
-    assert counts["finished"] == {0: 20, 1: 11, 2: 11, 3: 11}
+    assert counts == {0: 20, 1: 11, 2: 11, 3: 11}
     assert model.last_exit_stats.exits_per_layer == {1: 9}

@@ -24,7 +24,7 @@ ROWS = [
     | {"depth_fraction": figure(0.8), "exit_rates": {"2": 0.4}},
 ]
 TEXT = {"data": "w.txt", "num_tokens": 1234, "num_documents": 56, "max_length": 64, "rows": ROWS}
-RECORD = {"confidence": 0.95, "kv_cache_strategy": "propagate", "perplexity": TEXT}
+RECORD = {"confidence": 0.95, "perplexity": TEXT}
 
 
 def test_the_command_prints_a_table_or_json_and_draws_a_plot(tmp_path, tiny_model_folder, tiny_llama, capsys):

@@ -25,22 +25,21 @@ from tide_hf.engines.steps.exit_steps import WINDOW
 
 LONG = {**OPTIONS, "max_new_tokens": 2 * WINDOW + 5}
 MODES = ("early_exit", "self_speculative")
-STRATEGIES = ("recompute", "propagate", "zero_pad")
 ATTACH = {"compiled": attach_compiled, "captured": attach_captured}
 
 
-def mixed_routers(model, strategy="recompute"):
+def mixed_routers(model):
     """Routers whose scores lie on both sides of 0.5, and exit heads that change the state."""
-    routers = TIDERouters.for_model(model, exit_layers=[1, 2, 3], exit_strategy="linear", kv_cache_strategy=strategy)
+    routers = TIDERouters.for_model(model, exit_layers=[1, 2, 3], exit_strategy="linear")
     torch.manual_seed(1)
     for parameter in routers.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return routers
 
 
-def attached(family="llama", strategy="recompute", attach=attach_compiled, **settings):
+def attached(family="llama", attach=attach_compiled, **settings):
     model = tiny_model(family, attention="sdpa" if family in SDPA else "eager")
-    attach(model, mixed_routers(model, strategy), mode="early_exit", **{"exit_threshold": 0.5, **settings})
+    attach(model, mixed_routers(model), mode="early_exit", **{"exit_threshold": 0.5, **settings})
     return model
 
 
@@ -54,11 +53,10 @@ def both(model, batch, **options):
     return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("engine", ATTACH)
 @pytest.mark.parametrize(("rows", "family"), [*slow_but(FEW, SDPA, 1), *slow_but(("llama", "gpt2"), SDPA, 3)])
-def test_every_family_exits_as_in_the_eager_engine(family, rows, engine, strategy):
-    model = attached(family, strategy, ATTACH[engine])
+def test_every_family_exits_as_in_the_eager_engine(family, rows, engine):
+    model = attached(family, ATTACH[engine])
     (expected, eager), (found, stats) = both(model, prompts(rows, pads=rows - 1), **LONG)
     assert torch.equal(found, expected)
     assert stats.per_token == eager.per_token
@@ -69,7 +67,7 @@ def test_every_family_exits_as_in_the_eager_engine(family, rows, engine, strateg
     assert (stats.rounds, stats.drafted) == (0, 0)
 
 
-def test_with_recompute_the_tokens_are_those_of_post_hoc():
+def test_the_tokens_are_those_of_post_hoc():
     model = attached()
     expected = model.generate(**prompts(), **LONG, tide_mode="post_hoc", exit_threshold=0.5)
     assert torch.equal(model.generate(**prompts(), **LONG), expected)
@@ -87,16 +85,14 @@ def test_options_of_exits_hold_on_steps(criterion, min_layers):
         assert stats.exits_per_layer == {min_layers: LONG["max_new_tokens"] - 1}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_layers_behind_an_exit_do_not_run(strategy):
-    model = attached(strategy=strategy, exit_threshold=0.0)
+def test_layers_behind_an_exit_do_not_run():
+    model = attached(exit_threshold=0.0)
     model.generate(**prompts(), **OPTIONS)
     passes = OPTIONS["max_new_tokens"] - 1
-    assert model.last_exit_stats.layers_executed == LAYERS + passes  # `recompute` owes them to a token that never came
+    assert model.last_exit_stats.layers_executed == LAYERS + passes  # the others were owed to a token that never came
     model.generate(**prompts(), **LONG)
-    caught_up = LAYERS - 1 if strategy == "recompute" else 0  # once a window is full, for all of its tokens at once
-    full = (LONG["max_new_tokens"] - 1) // (WINDOW - 1)
-    assert model.last_exit_stats.layers_executed == LAYERS + LONG["max_new_tokens"] - 1 + full * caught_up
+    full = (LONG["max_new_tokens"] - 1) // (WINDOW - 1)  # windows, which catch up for all of their tokens at once
+    assert model.last_exit_stats.layers_executed == LAYERS + LONG["max_new_tokens"] - 1 + full * (LAYERS - 1)
 
 
 def test_without_exits_a_pass_is_one_segment_and_the_host_decides_nothing():
@@ -115,10 +111,9 @@ def test_the_host_waits_once_for_each_segment():
     assert steps.replays == 3 * passes  # the segment, the exit head, the logits
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
-def test_a_returned_cache_is_as_the_eager_engine_leaves_it(strategy, threshold):
-    model, options = attached(strategy=strategy, exit_threshold=threshold), {**OPTIONS, "return_dict_in_generate": True}
+def test_a_returned_cache_is_as_the_eager_engine_leaves_it(threshold):
+    model, options = attached(exit_threshold=threshold), {**OPTIONS, "return_dict_in_generate": True}
     (expected, _), (found, _) = both(model, prompts(2, pads=1), **options, output_logits=True)
     for ours, theirs in zip(found.logits, expected.logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -181,15 +176,13 @@ def one_token():
     [
         (prompts(), {"tide_mode": "post_hoc"}, "post_hoc runs all layers"),
         (one_token(), {}, "tokens may exit in the prompt"),
-        (prompts(), {"exits_in_prompt": True}, "tokens may exit in the prompt"),
         (prompts(2), {"eos_token_id": 5, "return_dict_in_generate": True}, "rows that have ended stay in the batch"),
-        (prompts(2), {"eos_token_id": 5}, "with zero_pad, rows that have ended decide what the others store"),
         (prompts(), {"output_hidden_states": True}, "early_exit' cannot give what this call asks for"),
     ],
-    ids=["post_hoc", "one token", "in prompt", "rows stay", "zero_pad", "hidden states"],
+    ids=["post_hoc", "one token", "rows stay", "hidden states"],
 )
 def test_what_steps_cannot_run_is_run_eagerly_and_the_log_says_why(batch, options, reason, caplog):
-    model = attached(strategy="zero_pad" if "zero_pad" in reason else "propagate")
+    model = attached()
     with caplog.at_level(logging.WARNING, logger="tide_hf"):
         model.generate(**batch, **{**OPTIONS, **options})
     assert reason in caplog.text

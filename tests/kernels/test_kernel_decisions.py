@@ -17,7 +17,7 @@ IDS = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6], [9, 8, 7, 6, 5, 4, 3, 9]], device=
 
 
 def attached(model, mode, use_kernels, **config):
-    settings = {"exit_layers": [1, 2], "exit_strategy": "linear", "kv_cache_strategy": "propagate"}
+    settings = {"exit_layers": [1, 2], "exit_strategy": "linear"}
     record = {"exit_layers": {"1": {"agreement": 0.5}, "2": {"agreement": 0.6}}}
     routers = TIDERouters.for_model(model, router_bottleneck_dim=8, calibration=record, **settings, **config)
     torch.manual_seed(1)
@@ -45,10 +45,9 @@ def calls(monkeypatch, local_kernels):
     ("mode", "config", "options", "called"),
     [
         ("early_exit", {}, {"max_new_tokens": 8}, {"norm_route"}),
-        ("early_exit", {}, {"max_new_tokens": 4, "exits_in_prompt": True}, {"exit_compact", "exit_scatter"}),
         ("self_speculative", {"compaction_threshold": 0.0}, {"max_new_tokens": 16}, {"draft_top1", "kv_compact"}),
     ],
-    ids=["exits", "exits in the prompt", "drafts"],
+    ids=["exits", "drafts"],
 )
 def test_tokens_and_statistics_stay(tiny_llama, calls, monkeypatch, mode, config, options, called):
     monkeypatch.setattr("tide_hf.engines.round_clock.perf_counter", iter(range(10**6)).__next__)
@@ -57,10 +56,9 @@ def test_tokens_and_statistics_stay(tiny_llama, calls, monkeypatch, mode, config
         model = attached(tiny_llama().to(DEVICE), mode, use_kernels, **config)
         tokens = model.generate(IDS, do_sample=False, **options)
         stats = model.last_exit_stats
-        results.append([tokens.tolist(), stats.per_token, stats.mlp_tokens_skipped, stats.drafted, stats.accepted])
+        results.append([tokens.tolist(), stats.per_token, stats.drafted, stats.accepted])
     assert results[0] == results[1]
     assert stats.depth_fraction < 1.0 or stats.drafted
-    assert bool(stats.mlp_tokens_skipped) == ("exits_in_prompt" in options)
     assert called <= calls.keys()
 
 

@@ -93,7 +93,6 @@ BAD_RECORDS = [
         {"exit_threshold": "high"},
         {"compaction_threshold": float("nan")},
         {"exit_strategy": "magic"},
-        {"kv_cache_strategy": "forget"},
         {"base_model_name_or_path": "x" * 5000},
         {"base_model_name_or_path": "a\nb"},
         {"base_model_revision": "../../refs"},
@@ -196,3 +195,9 @@ def test_default_exit_layers_follow_the_interval_and_the_minimum():
     assert TIDEConfig(**deep, checkpoint_interval=10, min_layers=20).exit_layers == [20]
     assert TIDEConfig(**deep, exit_layers=[3, 1, 3]).exit_layers == [1, 3]  # min_layers does not apply
     assert TIDEConfig(**deep | {"num_hidden_layers": 4}).exit_layers == [2]
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "propagate"])
+def test_a_field_of_earlier_versions_is_left_out(strategy, caplog):
+    assert not hasattr(TIDEConfig.from_dict(changed(kv_cache_strategy=strategy)), "kv_cache_strategy")
+    assert ("kv_cache_strategy='propagate' is gone" in caplog.text) == (strategy == "propagate")

@@ -50,7 +50,6 @@ LAYOUTS = (
     Layout("gpt_neox_japanese.layers", "gpt_neox_japanese.final_layer_norm"),
 )
 TUPLE_LAYERS = frozenset({"falcon", "falcon_h1", "bloom", "bamba", "gpt_neo", "gpt_neox_japanese", "mpt", "zaya"})
-MLP_NAMES = ("mlp", "feed_forward")  # the token-wise MLP of a layer; OPT has no such module
 WINDOW_FIELDS = ("sliding_window", "window_size")  # config fields; the latter in GPT-Neo
 # The name of the cache argument of models; transformers 5.24 renamed it and warns about the old name.
 _PREPARED = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -63,7 +62,6 @@ class DecoderStructure:
     """The parts of a base model that TIDE uses."""
 
     layers: tuple[nn.Module, ...]
-    mlps: tuple[nn.Module, ...]  # one for each layer whose MLP is a module
     norm: nn.Module | None  # the final norm
     projection: nn.Module | None  # between norm and head: OPT's `project_out`
     head: nn.Module  # without scaling or softcapping of the logits
@@ -105,7 +103,6 @@ def find_structure(model: PreTrainedModel) -> DecoderStructure:
     layers, projection = tuple(_resolve(model, layout.layers)), _resolve(model, layout.projection)
     return DecoderStructure(
         layers=layers,
-        mlps=tuple(mlp for layer in layers for mlp in map(layer._modules.get, MLP_NAMES) if mlp is not None),
         norm=_resolve(model, layout.norm),
         projection=None if projection is head else projection,
         head=head,

@@ -63,8 +63,7 @@ class Unembed:
             return router(self.normalize(hidden_states).to(down.weight.device))  # the norm may be on another device
         rows, (name, eps) = hidden_states.reshape(-1, hidden_states.shape[-1]), found
         weights = (weight, bias, down.weight, down.bias, up.weight, up.bias)
-        scores, _ = self.ops.norm_route(rows, *weights, eps=eps, exit_threshold=1.0, norm=name)
-        return scores.view(hidden_states.shape[:-1])
+        return self.ops.norm_route(rows, *weights, eps=eps, norm=name).view(hidden_states.shape[:-1])
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
         """Map hidden states (..., D) before the final norm to logits (..., V), both in the model's dtype."""

@@ -133,7 +133,8 @@ def continue_prompts(
     `STRETCH` tokens begins.
     """
     sampling = LogitsProcessorList([] if temperature is None else [TopKSampling(temperature)])
-    pad = _usable_pad(model, pad)
+    if pad >= model.config.get_text_config().vocab_size:  # as the tokenizer's padding token may be
+        pad = 0
     options: dict[str, Any] = {"eos_token_id": sorted(ends) or None, "pad_token_id": pad, "logits_processor": sampling}
     cache, stretch = growing_cache(model), max_new_tokens
     if cache is not None:
@@ -173,22 +174,6 @@ def without_generation_defaults(model: Any) -> Iterator[None]:
     finally:
         for one, config in configs:
             one.generation_config = config
-
-
-def generate_batch(
-    model: Any, prompts: Sequence[Sequence[int]], ends: set[int], *, pad: int, **options: Any
-) -> list[list[int]]:
-    """Run `model.generate` on prompts in one left-padded batch; return new tokens as [`continue_prompts`] does."""
-    pad = _usable_pad(model, pad)
-    inputs = left_padded(prompts, pad=pad, device=input_device(model))
-    generated = model.generate(**inputs, **{"pad_token_id": pad, **options})
-    new_tokens = generated[:, inputs["input_ids"].shape[1] :].tolist()
-    return [truncate_at_eos(tokens, ends, keep_eos=False) for tokens in new_tokens]
-
-
-def _usable_pad(model: Any, pad: int) -> int:
-    """What `generate` feeds to finished rows: the tokenizer's padding token may exceed the vocabulary."""
-    return pad if pad < model.config.get_text_config().vocab_size else 0
 
 
 class UserTurn(NamedTuple):

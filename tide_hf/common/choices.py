@@ -16,7 +16,6 @@ EXIT_STRATEGIES = ("identity", "linear")  # kinds of exit head
 STRATEGIES = (*EXIT_STRATEGIES, "eagle3")  # choices of `exit_strategy` in `calibrate`
 NEVER_EXIT = 2.0  # any threshold above 1 never exits, since scores lie in [0, 1]
 EXIT_CRITERIA = ("router", "confidence", "fixed")
-KV_CACHE_STRATEGIES = ("propagate", "recompute", "zero_pad")
 REMEMBERED_TOKENS = 32_768  # of earlier answers, some hundred of them: at 0.4 kB a token about 13 MB
 SUCCESSORS = 32_768  # tokens whose likeliest successors are kept, at 0.3 kB each at most 10 MB
 LABELS = ("agreement", "cosine", "kl")  # what a router is trained to predict

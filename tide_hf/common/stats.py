@@ -23,8 +23,6 @@ class ExitStats:
         rounds: Draft-and-verify rounds (`self_speculative`).
         drafted: Draft tokens that were verified: all nodes of the trees that were tried.
         accepted: Draft tokens that the base model accepted and that are part of the output.
-        mlp_tokens_skipped: Prompt tokens that an MLP skipped, counted once per layer (`early_exit` with
-            `exits_in_prompt`).
         engine: The engine that ran the layers.
         dtype: The model's dtype.
         fallback_reason: Why transformers' own loop decoded the call at full depth; `None` if TIDE decoded it. After
@@ -42,7 +40,6 @@ class ExitStats:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    mlp_tokens_skipped: int = 0
     engine: str = "eager"
     dtype: str = ""
     fallback_reason: str | None = None

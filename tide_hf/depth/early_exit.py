@@ -2,7 +2,7 @@
 
 `PostHocRun` and `RecomputeRun` give the same tokens: both read an exited token's logits from the hidden state at its
 exit layer and keep the K/V of every layer exact. `PostHocRun` runs the deeper layers in the same pass, `RecomputeRun`
-when a later token needs their K/V. `PropagateRun` fills the K/V of skipped layers without running these layers.
+when a later token needs their K/V.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from ..kernels.reference import exit_mask
 from ..routers.exit_points import ExitPoint
 from ..routers.routers import TIDERouters
 from .gates import LayerGate, LayerRun, input_state, on_device
-from .kv_cache import crop, crop_layers, cut_back, fill_skipped, start_recording, stop_recording
+from .kv_cache import crop, crop_layers, cut_back, start_recording, stop_recording
 
 
 @dataclass(frozen=True)
 class ExitOptions:
-    """How the tokens of one call exit; see [`ExitRun`]. `strategy` is that for the K/V of skipped layers."""
+    """How the tokens of one call exit; see [`PostHocRun`]."""
 
     routers: TIDERouters
-    strategy: str
     exit_threshold: float
     exit_criterion: str = "router"
     min_layers: int = 0
-    exits_in_prompt: bool = False
 
     @property
     def exit_layers(self) -> tuple[int, ...]:
@@ -47,46 +45,43 @@ class ExitOptions:
         return self.exit_criterion == "fixed" or self.exit_threshold <= 1
 
 
-class ExitRun(LayerRun):
-    """Base class of runs in which a token exits at the first exit layer where its score reaches the threshold.
+class PostHocRun(LayerRun):
+    """Runs all layers; a token's state at its earliest exit replaces its last hidden state (TIDE, Algorithm 1).
 
-    Tokens may exit in decode passes, of one token per row; prompt tokens only if `exits_in_prompt` (`PropagateRun`).
-
-    A token exits if `score >= exit_threshold`, after at least `min_layers` layers. `exit_criterion` names the score:
-    `"router"` (the router's score), `"confidence"` (the exit head's largest probability, as in CALM, arXiv
-    2207.07061) or `"fixed"` (every token exits at the first exit layer).
+    A token exits at the first exit layer, after at least `min_layers` layers, where `score >= exit_threshold`, in
+    decode passes, of one token per row. `exit_criterion` names the score: `"router"` (the router's score),
+    `"confidence"` (the exit head's largest probability, as in CALM, arXiv 2207.07061) or `"fixed"` (every token exits
+    at the first exit layer).
     """
 
-    def __init__(
-        self,
-        structure: DecoderStructure,
-        cache: Any,
-        unembed: Unembed,
-        options: ExitOptions,
-    ) -> None:
+    def __init__(self, structure: DecoderStructure, cache: Any, unembed: Unembed, options: ExitOptions) -> None:
         super().__init__(structure, cache)
-        self.options, self.routers, self.unembed, self.ops = options, options.routers, unembed, unembed.ops
+        self.options, self.routers, self.unembed = options, options.routers, unembed
         self.exit_layers = frozenset(options.exit_layers)
-        self.exits_in_prompt = options.exits_in_prompt
-        # (rows, length) exit layer of each token in the current pass; `num_layers` for tokens that have not exited.
+        # (rows, 1) exit layer of each token in the current pass; `num_layers` for tokens that have not exited.
         self.exit_layers_of_pass = torch.empty(0, 0, dtype=torch.long)
         self.may_exit, self.num_exited = False, 0  # in the current pass
-        self.exited_state: Tensor | None = None  # (rows, 1, D) after the exit heads, in `PostHocRun`
+        self.exited_state: Tensor | None = None  # (rows, 1, D) after the exit heads
         self.per_pass: list[list[int]] = []  # for each pass, the exit layer of each row's last token
-        self.mlp_tokens_skipped = 0  # counted once per layer
+
+    def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Execute one layer; hold the hidden states of exited tokens until the last layer."""
+        if gate.layer_idx == 0:
+            self.begin_pass(input_state(args, kwargs))
+        output = self.execute(gate, args, kwargs)
+        return gate.with_state(output, self.after_layer(gate.layer_idx + 1, gate.state_of(output)))
 
     def begin_pass(self, hidden_states: Tensor) -> None:
         """Reset the state at the first layer of a forward pass."""
         rows, length = hidden_states.shape[:2]
-        self.may_exit = length == 1 or self.exits_in_prompt
-        self.num_exited, self.exited_state = 0, None
-        shape = (rows, length if self.may_exit else 1)
-        self.exit_layers_of_pass = torch.full(shape, self.num_layers, device=hidden_states.device)
+        self.may_exit, self.num_exited, self.exited_state = length == 1, 0, None
+        self.exit_layers_of_pass = torch.full((rows, 1), self.num_layers, device=hidden_states.device)
 
     def decide(self, exit_layer: int, hidden_states: Tensor) -> Tensor | None:
         """Score the tokens at `exit_layer`; return the mask of tokens that exit there, or `None` if no token does."""
         exits = self.exit_layers_of_pass.to(hidden_states.device)
-        scores = self.score(on_device(self.routers[exit_layer], hidden_states), hidden_states)
+        point = on_device(self.routers[exit_layer], hidden_states)
+        scores = exit_scores(self.options.exit_criterion, self.unembed, point, hidden_states)
         exiting = exit_mask(scores, self.options.exit_threshold, exits == self.num_layers)
         count = int(exiting.sum())
         if count == 0:
@@ -100,88 +95,6 @@ class ExitRun(LayerRun):
         """Whether every token of the pass has exited."""
         return self.num_exited == self.exit_layers_of_pass.numel()
 
-    def score(self, exit_point: ExitPoint, hidden_states: Tensor) -> Tensor:
-        """(..., D) hidden states -> (...) exit scores in float32."""
-        return exit_scores(self.options.exit_criterion, self.unembed, exit_point, hidden_states)
-
-    def end_pass(self) -> None:
-        """Record the exit layer of each row's last token."""
-        self.per_pass.append(self.exit_layers_of_pass[:, -1].tolist())
-
-    def exited(self, state: Tensor) -> Tensor:
-        """(rows, length, 1) mask of the exited tokens, on the device of `state`."""
-        return (self.exit_layers_of_pass < self.num_layers).to(state.device)[..., None]
-
-
-def exit_scores(criterion: str, unembed: Unembed, exit_point: ExitPoint, hidden_states: Tensor) -> Tensor:
-    """(..., D) hidden states at an exit layer -> (...) exit scores in float32, by a criterion (see [`ExitRun`])."""
-    if criterion == "fixed":
-        return torch.full(hidden_states.shape[:-1], float("inf"), device=hidden_states.device)
-    if criterion == "confidence":
-        return unembed(exit_point.head(hidden_states)).float().softmax(dim=-1).amax(dim=-1)
-    return unembed.route(exit_point.router, hidden_states)
-
-
-class PropagateRun(ExitRun):
-    """Freezes hidden states of exited tokens. For a layer that all tokens skip, `fill` writes the K/V (see `fill_for`).
-
-    With `exits_in_prompt`, prompt tokens may exit as well. K/V in deeper layers come from the frozen states.
-    """
-
-    def __init__(self, *args: Any, fill: Callable[..., None] = fill_skipped) -> None:
-        super().__init__(*args)
-        self.fill = fill
-
-    def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute, freeze or skip one layer."""
-        input_states = input_state(args, kwargs)
-        if gate.layer_idx == 0:
-            self.begin_pass(input_states)
-        if self.all_exited:
-            self.fill(gate, args, kwargs)
-            output, state = None, input_states
-        else:
-            output = self.execute(gate, args, kwargs)
-            state = gate.state_of(output)
-            if self.num_exited:
-                state = torch.where(self.exited(state), input_states.to(state.device), state)
-        executed = gate.layer_idx + 1
-        if self.may_exit and not self.all_exited and executed in self.exit_layers:
-            self.decide(executed, state)
-        if executed == self.num_layers:
-            state = self._translate(state)
-            self.end_pass()
-        return gate.with_state(output, state)
-
-    def tokens_for_mlp(self) -> Tensor | None:
-        """The tokens that have not exited, in a pass over several tokens per row."""
-        if not self.num_exited or self.all_exited or self.exit_layers_of_pass.shape[1] == 1:
-            return None  # for single tokens, gathering costs more than it saves
-        self.mlp_tokens_skipped += self.num_exited
-        return self.exit_layers_of_pass == self.num_layers
-
-    def _translate(self, state: Tensor) -> Tensor:
-        """If the last token of a row has exited, apply the exit head of its exit layer to the token."""
-        if not self.num_exited:
-            return state
-        exits, last = self.exit_layers_of_pass[:, -1], state[:, -1:]
-        for exit_layer in sorted(set(exits.tolist()) & self.exit_layers):
-            rows = (exits == exit_layer).to(state.device)
-            head = on_device(self.routers[exit_layer], state).head
-            last = torch.where(rows[:, None, None], head(last), last)
-        return last if state.shape[1] == 1 else torch.cat([state[:, :-1], last], dim=1)
-
-
-class PostHocRun(ExitRun):
-    """Runs all layers; a token's state at its earliest exit replaces its last hidden state (TIDE, Algorithm 1)."""
-
-    def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute one layer; hold the hidden states of exited tokens until the last layer."""
-        if gate.layer_idx == 0:
-            self.begin_pass(input_state(args, kwargs))
-        output = self.execute(gate, args, kwargs)
-        return gate.with_state(output, self.after_layer(gate.layer_idx + 1, gate.state_of(output)))
-
     def after_layer(self, executed: int, state: Tensor) -> Tensor:
         """Decide on exits after `executed` layers; after the last layer, insert the hidden states of exited tokens."""
         if self.may_exit and not self.all_exited and executed in self.exit_layers:
@@ -192,10 +105,20 @@ class PostHocRun(ExitRun):
                 self.exited_state = torch.where(exit_mask[..., None], exited, before)
         if executed == self.num_layers:
             if self.exited_state is not None:
-                last = torch.where(self.exited(state), self.exited_state.to(state.device), state[:, -1:])
+                exited = (self.exit_layers_of_pass < self.num_layers).to(state.device)[..., None]
+                last = torch.where(exited, self.exited_state.to(state.device), state[:, -1:])
                 state = torch.cat([state[:, :-1], last], dim=1)
-            self.end_pass()
+            self.per_pass.append(self.exit_layers_of_pass[:, 0].tolist())
         return state
+
+
+def exit_scores(criterion: str, unembed: Unembed, exit_point: ExitPoint, hidden_states: Tensor) -> Tensor:
+    """(..., D) hidden states at an exit layer -> (...) exit scores in float32, by a criterion (see [`PostHocRun`])."""
+    if criterion == "fixed":
+        return torch.full(hidden_states.shape[:-1], float("inf"), device=hidden_states.device)
+    if criterion == "confidence":
+        return unembed(exit_point.head(hidden_states)).float().softmax(dim=-1).amax(dim=-1)
+    return unembed.route(exit_point.router, hidden_states)
 
 
 class _CatchUp(BaseException):

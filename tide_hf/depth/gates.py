@@ -1,4 +1,4 @@
-"""Gates on decoder layers and their MLPs, which let a forward pass skip layers, or tokens in MLPs.
+"""Gates on decoder layers, which let a forward pass skip layers.
 
 A gate replaces a module's `forward` as an instance attribute, so the model's own forward, its masks, rotary embeddings
 and final norm run unchanged. Without an active `LayerRun`, a gate calls the module's own `forward`. The active run is a
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ..base_model.structure import DecoderStructure
-from ..kernels.ops import WITHOUT_KERNELS, Ops
 from ..routers.draft_head import DraftHead
 from ..routers.exit_points import ExitPoint
 from .kv_cache import order_prefetch
@@ -77,58 +76,16 @@ class LayerGate(Gate):
         return output[0] if isinstance(output, tuple) else output
 
 
-class MLPGate(Gate):
-    """Replaces the `forward` of a decoder layer's MLP, which is applied token-wise."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Let the active run choose the tokens; without a run, process all tokens."""
-        run = active_run()
-        selected = run.tokens_for_mlp() if run is not None else None
-        if run is None or selected is None:
-            return self.native(*args, **kwargs)
-        if len(args) + len(kwargs) == 1 and run.ops.run_on(input_state(args, kwargs)):
-            return self._on_compacted(selected, input_state(args, kwargs), run.ops)
-        return self._on_selected(selected, args, kwargs)
-
-    def _on_compacted(self, selected: Tensor, hidden_states: Tensor, ops: Ops) -> Any:
-        """As `_on_selected`, with fused kernels."""
-        skipped = ~selected.to(hidden_states.device).flatten()
-        rows, indices, counts = ops.exit_compact(hidden_states.flatten(0, 1), skipped)
-        num_selected = int(counts[0])
-        output = self.native(rows[None, :num_selected])
-        state = output[0] if isinstance(output, tuple) else output
-        scattered = state.new_zeros((rows.shape[0], state.shape[-1]))
-        ops.exit_scatter(state.flatten(0, -2), indices[:num_selected], scattered)
-        scattered = scattered.view(*selected.shape, -1)
-        return (scattered, *output[1:]) if isinstance(output, tuple) else scattered
-
-    def _on_selected(self, selected: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run on the tokens of a (rows, length) mask; the outputs of other tokens are zero and not used."""
-        selected = selected.to(input_state(args, kwargs).device)
-
-        def gathered(value: Any) -> Any:  # the selected tokens, as one row
-            is_per_token = isinstance(value, Tensor) and value.shape[:2] == selected.shape
-            return value[selected][None] if is_per_token else value
-
-        output = self.native(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
-        state = output[0] if isinstance(output, tuple) else output  # MoE blocks return router logits as well
-        scattered = state.new_zeros((*selected.shape, state.shape[-1]))
-        scattered[selected] = state.reshape(-1, state.shape[-1])
-        return (scattered, *output[1:]) if isinstance(output, tuple) else scattered
-
-
 def open_gates(structure: DecoderStructure) -> None:
-    """Install a gate on every decoder layer and every MLP."""
+    """Install a gate on every decoder layer."""
     for layer_idx, layer in enumerate(structure.layers):
         LayerGate(layer, layer_idx, structure.returns_tuple).open()
-    for mlp in structure.mlps:
-        MLPGate(mlp).open()
 
 
 def remove_gates(structure: DecoderStructure) -> None:
     """Remove the gates and restore the `forward` methods that they replaced."""
-    for module in (*structure.layers, *structure.mlps):
-        gate = module.__dict__.get("forward")
+    for layer in structure.layers:
+        gate = layer.__dict__.get("forward")
         if isinstance(gate, Gate):
             gate.remove()
 
@@ -155,8 +112,6 @@ class LayerRun:
     guidance runs such passes) and stays at full depth. `layers_executed` counts each execution once per row.
     `execute_layer` runs a layer, given its gate and arguments; `None` means the layer's own `forward`.
     """
-
-    ops = WITHOUT_KERNELS
 
     def __init__(
         self, structure: DecoderStructure, cache: Any = None, *, execute_layer: ExecuteLayer | None = None
@@ -192,16 +147,12 @@ class LayerRun:
         """
         return self.num_layers if type(self).run_layer is LayerRun.run_layer else layer_idx + 1
 
-    def tokens_for_mlp(self) -> Tensor | None:
-        """(rows, length) mask of the tokens that the current layer's MLP processes; `None` for all."""
-        return None
-
     def execute(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer and count it."""
         state = input_state(args, kwargs)
         self.layers_executed += state.shape[max(0, state.dim() - 3)]  # Gemma 3n stacks several states before the rows
         order_prefetch(self.cache, state.device)
-        if self.execute_layer is None or self.tokens_for_mlp() is not None:
+        if self.execute_layer is None:
             return gate.native(*args, **kwargs)
         return self.execute_layer(gate, args, kwargs)
 
@@ -246,7 +197,6 @@ class SegmentRun(FixedDepthRun):
     Args, besides those of `FixedDepthRun`:
         begin: Number of layers that the tokens have executed before.
         states: Their hidden states there, (rows, width, D); not read if `begin` is 0.
-        frozen: (rows, 1, 1) mask of the rows whose states no layer changes.
         finish: Maps the states after the model's last layer to what the final norm reads.
     """
 
@@ -255,16 +205,11 @@ class SegmentRun(FixedDepthRun):
         *args: Any,
         begin: int,
         states: Tensor | None,
-        frozen: Tensor | None = None,
         finish: Callable[[Tensor], Tensor] = lambda state: state,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.begin, self.states, self.frozen, self.finish = begin, states, frozen, finish
-
-    def joined_layers(self, layer_idx: int) -> int:
-        """All up to the exit layer, unless a layer must not change some rows."""
-        return self.exit_layer if self.frozen is None else layer_idx + 1
+        self.begin, self.states, self.finish = begin, states, finish
 
     def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Execute the layers of the segment, then end the pass, except after the model's last layer."""
@@ -273,27 +218,7 @@ class SegmentRun(FixedDepthRun):
             return gate.with_state(None, self.states if executed == self.begin and self.states is not None else given)
         output = super().run_layer(gate, args, kwargs)
         state = gate.state_of(output)
-        if self.frozen is not None:
-            state = torch.where(self.frozen, given, state)
         return gate.with_state(output, self.finish(state) if executed == self.num_layers else state)
-
-
-class FillRun(SegmentRun):
-    """A run whose passes fill the K/V of all layers after the first `begin` from given states, by `fill` for each."""
-
-    def __init__(self, *args: Any, fill: Callable[..., Tensor | None], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.fill = fill  # may return the layer's input, so that a trace has the layers in order
-
-    def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Fill the K/V of a layer, and end the pass after the last one."""
-        if gate.layer_idx < self.begin:
-            return super().run_layer(gate, args, kwargs)
-        filled = self.fill(gate, args, kwargs)
-        state = input_state(args, kwargs) if filled is None else filled
-        if gate.layer_idx == self.num_layers - 1:
-            raise _DepthReached(state)
-        return gate.with_state(None, state)
 
 
 def input_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -1,9 +1,8 @@
-"""The K/V cache under early exit and speculation: fill the K/V of skipped layers, roll back rejected tokens."""
+"""The K/V cache under early exit and speculation: which caches can be used, and rollback of rejected tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,70 +25,11 @@ from ..kernels.ops import WITHOUT_KERNELS, Ops
 from ..kernels.reference import kv_compact
 
 
-class TracedCache:
-    """Base class of what replaces a cache while a layer is traced."""
-
-
-class _Stored(BaseException):
-    """Raised by a storing view once the K/V are written."""
-
-
-class _StoreAndStop:
-    """Mixin for a view of a cache whose `update` stores the K/V and ends the layer's forward."""
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        super().update(*args, **kwargs)  # type: ignore[misc]
-        raise _Stored
-
-
-@cache
-def _view_class(cache_class: Any) -> Any:
-    return type(cache_class.__name__, (_StoreAndStop, cache_class), {})
-
-
-def _storing_view(value: Any) -> Any:
-    """A view of a cache, with shared contents, whose `update` ends the layer; other values are returned unchanged."""
-    if not isinstance(value, (Cache, TracedCache)):
-        return value
-    view = object.__new__(_view_class(type(value)))  # type: ignore[arg-type]
-    view.__dict__ = value.__dict__
-    return view
-
-
-def fill_skipped(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Fill a skipped layer's K/V from its input, by running the layer up to its cache update (for `propagate`)."""
-    try:
-        gate.native(*map(_storing_view, args), **{name: _storing_view(value) for name, value in kwargs.items()})
-    except _Stored:
-        return
-    raise AssertionError("a decoder layer ran to its end without updating its cache")  # a bug in tide_hf
-
-
-def fill_zeros(gate: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Fill a skipped layer's K/V with zeros (for `zero_pad`, named as in the TIDE paper)."""
-    cache = next(value for value in (*args, *kwargs.values()) if isinstance(value, Cache))
-    layer = cache.layers[gate.layer_idx]
-    cache.update(torch.zeros_like(layer.keys[:, :, :1]), torch.zeros_like(layer.values[:, :, :1]), gate.layer_idx)
-
-
-def fill_for(strategy: str, config: Any) -> Callable[..., None]:
-    """Return the function that fills a skipped layer's K/V; raise if layers share K/V, as in Gemma 4."""
-    num_shared = getattr(config, "num_kv_shared_layers", 0)
-    if num_shared:
-        raise UnsupportedOptionError(
-            "K/V that layers share cannot be filled for a skipped layer",
-            got=f"kv_cache_strategy={strategy!r}, and {num_shared} layers without K/V of their own",
-            expected="kv_cache_strategy='recompute' for this model",
-            do="Set routers.config.kv_cache_strategy = 'recompute'.",
-        )
-    return fill_skipped if strategy == "propagate" else fill_zeros
-
-
-def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows: bool = False) -> Cache:
+def find_cache(model_kwargs: dict[str, Any], user: str, *, takes_static: bool, moves_rows: bool = False) -> Cache:
     """Return the call's cache; raise if the feature named `user` cannot use this cache.
 
-    `static` tells which static caches the feature supports: `"any"`, `"full"` (without sliding windows) or `"none"`;
-    `moves_rows` tells whether the feature compacts the rows of a batch.
+    `takes_static` tells whether the feature supports static caches (without sliding windows), `moves_rows` whether it
+    compacts the rows of a batch.
     """
     cache: Any = model_kwargs.get(CACHE) if model_kwargs.get("use_cache", True) else None
     got = type(cache).__name__ if cache is not None else "no cache (use_cache=False)"
@@ -97,17 +37,17 @@ def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows:
     got += " beside an encoder's" if has_encoder else ""
     supported = isinstance(cache, Cache) and not isinstance(cache, QuantizedCache | EncoderDecoderCache)
     supported = supported and not has_encoder
-    if supported and static != "any" and any(isinstance(layer, StaticLayer) for layer in cache.layers):
+    if supported and any(isinstance(layer, StaticLayer) for layer in cache.layers):
         got += " with sliding-window layers" if any(cache.is_sliding) else ""
-        supported = static == "full" and not any(cache.is_sliding)
-    if supported and static != "any" and any(getattr(layer, "record_past", False) for layer in cache.layers):
+        supported = takes_static and not any(cache.is_sliding)
+    if supported and any(getattr(layer, "record_past", False) for layer in cache.layers):
         got += " that records the past"  # the first rollback would discard the record
         supported = False
     if supported and moves_rows and (others := [layer for layer in cache.layers if type(layer) not in MOVABLE]):
         got += f" with a {type(others[0]).__name__}"
         supported = False
     if not supported:
-        also = {"any": ", or a StaticCache", "full": ", or a StaticCache without sliding windows", "none": ""}[static]
+        also = ", or a StaticCache without sliding windows" if takes_static else ""
         raise UnsupportedOptionError(
             f"{user} cannot use this cache",
             got=got,

@@ -34,8 +34,8 @@ class StepRunner(Protocol):
 class ExitPasses:
     """Runs the passes of one call, each of which gives one token for every row.
 
-    With `recompute`, the K/V that skipped layers lack are computed when a later token needs them: `_window` has the
-    tokens of each row that have exited since all layers last ran, and `_depths` how many layers each has executed. A
+    The K/V that skipped layers lack are computed when a later token needs them: `_window` has the tokens of each row
+    that have exited since all layers last ran, and `_depths` how many layers each has executed. A
     token needs the K/V of those before it, so depths never increase from one token of the window to the next.
     """
 
@@ -67,7 +67,6 @@ class ExitPasses:
                 runner.run_step("exit_head", end)
             if max(self.exits) <= end:
                 logits = runner.run_step("exit_logits", 0)
-                self._skip_behind(runner, end)
                 break
         assert logits is not None  # those of the last segment, at the latest
         return logits
@@ -106,17 +105,8 @@ class ExitPasses:
         width = next(width for width in SEGMENT_WIDTHS if width > last - first)
         first = min(first, WINDOW - width)  # so that padding stays in the window; what runs again gives the same
         runner.buffers.exit_steps.first.fill_(first)
-        freezes = self.options.strategy != "recompute"
-        logits: Tensor | None = runner.run_step(
-            "segment", Segment(begin, end, width, self.options.exit_criterion, freezes)
-        )
+        logits: Tensor | None = runner.run_step("segment", Segment(begin, end, width, self.options.exit_criterion))
         self._depths = [max(depth, end) if index >= first else depth for index, depth in enumerate(self._depths)]
         if logits is not None:
             self._depths.clear()
         return logits
-
-    def _skip_behind(self, runner: StepRunner, exit_layer: int) -> None:
-        """After an exit of all rows: fill the K/V of the deeper layers, or leave them to a later token."""
-        if self.options.strategy != "recompute":
-            runner.run_step(self.options.strategy, exit_layer)
-            self._depths.clear()

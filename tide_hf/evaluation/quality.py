@@ -39,10 +39,9 @@ DEPTH_NOTE = (
 )
 PERPLEXITY_NOTE = (
     "Perplexity of {num_tokens:,} tokens in {num_documents:,} documents of at most {max_length} tokens, each read by "
-    "itself. Every token is scored as if decoded alone after exact K/V, as in post_hoc and with "
-    "kv_cache_strategy='recompute'. Agreement: the top token is the full model's."
+    "itself. Every token is scored as if decoded alone after exact K/V, as in post_hoc and "
+    "early_exit. Agreement: the top token is the full model's."
 )
-OTHER_STRATEGY_NOTE = "These routers have kv_cache_strategy={strategy!r}, which gives another perplexity."
 
 
 @dataclass(frozen=True)
@@ -239,7 +238,6 @@ def measure_quality(
         "confidence": options.confidence,
         "exit_layers": routers.exit_layers,
         "num_hidden_layers": routers.config.num_hidden_layers,
-        "kv_cache_strategy": routers.config.kv_cache_strategy,
         "calibrated_threshold": calibrated[0] if calibrated else None,
         "seed": options.seed,
         "perplexity": {
@@ -257,8 +255,6 @@ def quality_table(record: dict[str, Any]) -> tuple[str, TextTable, str]:
     """Title, table and note that show the record of `measure_quality`."""
     part = record["perplexity"]
     note = f"{PERPLEXITY_NOTE.format(**part)} {DEPTH_NOTE.format(**record)}"
-    if record["kv_cache_strategy"] != "recompute":
-        note += " " + OTHER_STRATEGY_NOTE.format(strategy=record["kv_cache_strategy"])
     headings = ["threshold", "perplexity", "interval", "over base", "interval", "agreement", "depth"]
     cells = [
         [

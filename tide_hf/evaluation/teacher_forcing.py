@@ -1,8 +1,7 @@
 """Teacher-forced early exit: the exit layer and logits at each position of a given text, from one full pass.
 
-Every position, even in a prompt, is treated as a decode step. Attention sees exact K/V, as in `post_hoc` and in
-`early_exit` with `kv_cache_strategy="recompute"` (the default). With `"propagate"` or `"zero_pad"` deeper layers would
-see K/V that are not exact.
+Every position, even in a prompt, is treated as a decode step. Attention sees exact K/V, as in `post_hoc` and
+`early_exit`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The fused kernels of `hub_kernels/tide-kernels` for a model: whether it can run them, and which it gets.
 
 [`Ops`] holds the GPU kernels of one model; on a CPU, `cpu.cpp_kernels` has those of all models. Callers check `run_on`
-before they call a kernel, and otherwise run their own plain PyTorch path. `reference` implements each op in plain
-PyTorch.
+before they call a kernel, and otherwise run their own plain PyTorch path.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .fetch import KERNELS_REPO, fetch, variant_of
 
 USE_KERNELS = (True, False, "auto")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-OPS = ("norm_route", "exit_compact", "exit_scatter", "kv_compact", "draft_top1")
+OPS = ("norm_route", "kv_compact", "draft_top1")
 MIN_CAPABILITY = (7, 5)  # Turing
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
-"""Reference implementations of the fused ops, in plain PyTorch.
+"""What the fused ops compute, in plain PyTorch, as far as it runs where there are no kernels.
 
-Each op has a kernel of the same name and semantics in `hub_kernels/tide-kernels`.
+`hub_kernels/tide-kernels/plain.py` has the ops whose plain form is that of the model's own modules.
 """
 
 from __future__ import annotations
@@ -37,55 +37,6 @@ def exit_mask(scores: Tensor, exit_threshold: float | Tensor, may_exit: Tensor |
     return (scores >= exit_threshold) & may_exit
 
 
-def norm_route(
-    hidden_states: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    down_weight: Tensor,
-    down_bias: Tensor | None,
-    up_weight: Tensor,
-    up_bias: Tensor | None,
-    *,
-    eps: float,
-    exit_threshold: float,
-    norm: str = "rms",
-) -> tuple[Tensor, Tensor]:
-    """Apply the final norm, the router MLP, the sigmoid and the threshold: a row exits at `score >= exit_threshold`.
-
-    Shapes: hidden states (N, D) before the norm, norm weight and bias (D,), and in float32 the router's down weight
-    (R, D) and bias (R,), and its up weight (1, R) and bias (1,). `eps` and `norm` are those of [`normalize`].
-
-    Returns:
-        (N,) scores in [0, 1], float32, and (N,) exit mask, bool.
-    """
-    state = normalize(hidden_states, norm_weight, norm_bias, eps=eps, norm=norm).to(down_weight.dtype)
-    state = functional.silu(functional.linear(state, down_weight, down_bias))
-    scores = torch.sigmoid(functional.linear(state, up_weight, up_bias).squeeze(-1).float())
-    return scores, exit_mask(scores, exit_threshold)
-
-
-def exit_compact(hidden_states: Tensor, exit_mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort rows (N, D) stably by their exit mask (N,): rows that continue first, then rows that exit.
-
-    Returns:
-        (N, D) rows; (N,) int64 source index of each; (2,) int32 counts of continuing and exiting rows, on the device.
-    """
-    indices = torch.argsort(exit_mask.to(torch.uint8), stable=True)
-    exiting = exit_mask.sum(dtype=torch.int32)
-    return hidden_states[indices], indices, torch.stack([exit_mask.numel() - exiting, exiting]).to(torch.int32)
-
-
-def exit_scatter(rows: Tensor, indices: Tensor, out: Tensor, limit: Tensor | None = None) -> Tensor:
-    """Write `rows[i]` (M, D) to `out[indices[i]]` (N, D) in place, and return `out`.
-
-    The indices are int64 without duplicates. `limit`, (1,) int32 on the device, is the number of rows to write.
-    """
-    if limit is not None:
-        within = (torch.arange(rows.shape[0], device=rows.device) < limit)[:, None]
-        rows = torch.where(within, rows, out[indices])
-    return out.index_copy_(0, indices, rows)
-
-
 def kv_compact(keys: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """Gather slots of a K/V cache: slot `order[row, i]` of every head becomes slot `i`.
 
@@ -96,13 +47,6 @@ def kv_compact(keys: Tensor, values: Tensor, order: Tensor) -> tuple[Tensor, Ten
     return tuple(  # type: ignore[return-value]
         slots.gather(2, index.expand(-1, slots.shape[1], -1, slots.shape[3])) for slots in (keys, values)
     )
-
-
-def draft_top1(hidden_states: Tensor, head_weight: Tensor, head_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the head's top-1 tokens (N,) for normalised hidden states (N, D), and their float32 log-probabilities."""
-    logits = functional.linear(hidden_states, head_weight, head_bias)
-    top = logits.argmax(dim=-1)
-    return top, logits.float().log_softmax(dim=-1).gather(-1, top[:, None]).squeeze(-1)
 
 
 def which_norm(norm: Any, hidden_states: Tensor) -> tuple[str, float] | None:

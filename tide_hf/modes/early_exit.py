@@ -12,9 +12,9 @@ from ..base_model.structure import CACHE
 from ..common.choices import EAGER, EXIT_CRITERIA, check_choice
 from ..common.errors import UnsupportedModelError, UnsupportedOptionError
 from ..common.stats import ExitStats
-from ..depth.early_exit import ExitOptions, ExitRun, PostHocRun, PropagateRun, RecomputeRun
+from ..depth.early_exit import ExitOptions, PostHocRun, RecomputeRun
 from ..depth.gates import active
-from ..depth.kv_cache import fill_for, find_cache
+from ..depth.kv_cache import find_cache
 from ..routers.config import check_field
 from ..speculation.attachment import Attachment
 from ..speculation.call import Call, check_call
@@ -22,7 +22,7 @@ from ..speculation.drafters import NoDrafter
 from .plain_loop import add_tokens
 from .self_speculative import decoder_of
 
-EXIT_OPTIONS = ("exit_threshold", "exit_criterion", "min_layers", "exits_in_prompt")
+EXIT_OPTIONS = ("exit_threshold", "exit_criterion", "min_layers")
 
 
 def exit_early(
@@ -42,7 +42,7 @@ def exit_early(
     if mode == "early_exit":
         check_no_cross_attention(f"tide_mode={mode!r}", call.model_kwargs)
     options = exit_options(attachment, mode, call)
-    run = _run_of(attachment, mode, call, options, model.config.get_text_config())  # refuses what no engine can run
+    run = _run_of(attachment, mode, call, options)  # refuses what no engine can run
     if engine_name != EAGER:
         found = _exit_on_steps(model, call, mode, engine_name, options)
         if not isinstance(found, str):
@@ -50,7 +50,7 @@ def exit_early(
         attachment.engines[engine_name].log_eager(found)
     with attachment.weights.in_call(EAGER, call.max_new_tokens), active(run):
         result = _sample_and_flush(run, call, sample, forward)
-    stats = ExitStats(mode, run.num_layers, run.layers_executed, mlp_tokens_skipped=run.mlp_tokens_skipped)
+    stats = ExitStats(mode, run.num_layers, run.layers_executed)
     add_tokens(stats, run.per_pass, result, call)
     return result, stats
 
@@ -59,15 +59,12 @@ def _exit_on_steps(
     model: Any, call: Call, mode: str, engine_name: str, options: ExitOptions
 ) -> tuple[Any, ExitStats] | str:
     """Decode a call on steps; or return the reason why it has to run layer by layer."""
-    reason = _obstacle(model, call, mode, options)
+    reason = _obstacle(model, call, mode)
     if reason is not None:
         return reason
     attachment, decoder = model._tide, decoder_of(model, call, mode)
-    if len(decoder.rows) > 1 and not call.ends_by_length:
-        if options.strategy == "zero_pad":
-            return "with zero_pad, rows that have ended decide what the others store"
-        if not decoder.drops_ended:
-            return "rows that have ended stay in the batch, and add no tokens"
+    if len(decoder.rows) > 1 and not call.ends_by_length and not decoder.drops_ended:
+        return "rows that have ended stay in the batch, and add no tokens"
     kind = attachment.engines[engine_name]
     with kind.showing_warm_up(), attachment.weights.in_call(engine_name, call.max_new_tokens):
         found = kind.prefill_exits(model, attachment, call, options)
@@ -78,13 +75,13 @@ def _exit_on_steps(
     return result, decoder.stats
 
 
-def _obstacle(model: Any, call: Call, mode: str, options: ExitOptions) -> str | None:
+def _obstacle(model: Any, call: Call, mode: str) -> str | None:
     """The reason why no engine can run a call on steps, however its rows end; `None` if there is none."""
     cache = call.model_kwargs.get(CACHE)
     num_given = call.prompt_length - (int(cache.get_seq_length()) if isinstance(cache, Cache) else 0)
     reasons = {
         "post_hoc runs all layers": mode == "post_hoc",
-        "tokens may exit in the prompt": options.exits_in_prompt or num_given <= 1,
+        "tokens may exit in the prompt": num_given <= 1,
     }
     try:
         check_call(model, call, mode)
@@ -93,7 +90,7 @@ def _obstacle(model: Any, call: Call, mode: str, options: ExitOptions) -> str | 
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _sample_and_flush(run: ExitRun, call: Call, sample: Callable[[], Any], forward: Callable[..., Any]) -> Any:
+def _sample_and_flush(run: PostHocRun, call: Call, sample: Callable[[], Any], forward: Callable[..., Any]) -> Any:
     """Run transformers' loop; leave the cache with the K/V of all layers, if the call returns it."""
     if not (isinstance(run, RecomputeRun) and call.cache_is_returned):
         return sample()
@@ -109,37 +106,23 @@ def _sample_and_flush(run: ExitRun, call: Call, sample: Callable[[], Any], forwa
 def exit_options(attachment: Attachment, mode: str, call: Call) -> ExitOptions:
     """How the tokens of one `early_exit` or `post_hoc` call exit."""
     routers = attachment.require_routers(f"tide_mode={mode!r}")
-    config, strategy = call.generation_config, routers.config.kv_cache_strategy
-    threshold, criterion, min_layers, in_prompt = (getattr(config, name, None) for name in EXIT_OPTIONS)
+    threshold, criterion, min_layers = (getattr(call.generation_config, name, None) for name in EXIT_OPTIONS)
     options = ExitOptions(
         routers,
-        strategy,
         attachment.default_threshold if threshold is None else threshold,
         check_choice("exit_criterion", criterion or "router", EXIT_CRITERIA),
         0 if min_layers is None else check_field("min_layers", min_layers),
-        bool(in_prompt),
     )
     routers.check_exit_layers(f"tide_mode={mode!r}")
-    if in_prompt and (mode == "post_hoc" or strategy != "propagate"):
-        raise UnsupportedOptionError(
-            "prompt tokens cannot exit early here",
-            got=f"exits_in_prompt=True with tide_mode={mode!r} and kv_cache_strategy={strategy!r}",
-            expected="tide_mode='early_exit' and routers with kv_cache_strategy='propagate', since the layers that "
-            "a prompt token skips change the K/V of the deeper ones",
-            do="Set routers.config.kv_cache_strategy = 'propagate', or leave exits_in_prompt out.",
-        )
     return options
 
 
-def _run_of(attachment: Attachment, mode: str, call: Call, options: ExitOptions, text_config: Any) -> ExitRun:
+def _run_of(attachment: Attachment, mode: str, call: Call, options: ExitOptions) -> PostHocRun:
     """Make the run of one `early_exit` or `post_hoc` call, with the options of this call."""
-    kwargs, strategy = call.model_kwargs, options.strategy
+    kwargs = call.model_kwargs
     cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
     common = (attachment.structure, cache, attachment.unembed, options)
     if mode == "post_hoc" and kwargs.get("use_cache", True):
         return PostHocRun(*common)
-    user = f"tide_mode={mode!r} with kv_cache_strategy={strategy!r}"
-    find_cache(kwargs, user, static="none" if strategy == "recompute" else "any")
-    if strategy == "recompute":
-        return RecomputeRun(*common)
-    return PropagateRun(*common, fill=fill_for(strategy, text_config))
+    find_cache(kwargs, f"tide_mode={mode!r}", takes_static=False)
+    return RecomputeRun(*common)

@@ -6,6 +6,7 @@ A config file may come from anybody, so every field is checked.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-from ..common.choices import EXIT_STRATEGIES, KV_CACHE_STRATEGIES, NEVER_EXIT, check_choice, is_number
+from ..common.choices import EXIT_STRATEGIES, NEVER_EXIT, check_choice, is_number
 from ..common.errors import ConfigurationError, RoutersFileError, quoted, short
 from ..common.files import parse_json
 from .draft_head_config import DraftHeadConfig
@@ -28,9 +29,12 @@ HEAD_ADVICE = "Load the head again, or make another with tide_hf.calibrate()."
 # Fields of PreTrainedConfig that a config.json may have (transformers up to 5.20 adds `_commit_hash`). Other fields
 # are refused, because some of them name files, attention kernels or code for transformers to load.
 INHERITED_FIELDS = ("architectures", "dtype", "model_type", "transformers_version", "_commit_hash")
+RETIRED = "kv_cache_strategy"  # a field that files of earlier versions have
 # Arguments of `from_pretrained` that apply to both repositories, the base model's and the routers'.
 FOR_BOTH = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 WHERE = (*FOR_BOTH, "revision", "subfolder")  # arguments of `from_pretrained` that locate files
+
+logger = logging.getLogger(__name__)
 
 
 class TIDEConfig(PreTrainedConfig):
@@ -59,9 +63,6 @@ class TIDEConfig(PreTrainedConfig):
             vocabulary, and so do draft steps if the base model's head is quantised or offloaded.
         router_bottleneck_dim (`int`): Hidden width of a router.
         exit_threshold (`float`): A token exits if its exit score is at least this value. Above 1, no token exits.
-        kv_cache_strategy (`str`): How `early_exit` gets the K/V of layers that a token skips: `"recompute"` (exact:
-            computed with the next token that runs these layers), `"propagate"` (computed in the same pass, from the
-            state at the exit layer) or `"zero_pad"` (zeros).
         compaction_threshold (`float`): Share of the slots of a batch's cache above which compaction frees them: the
             slots of rejected tokens in the row that has the fewest.
         calibration (`dict`): The calibration record: data, seed, versions, and the figures per exit layer.
@@ -86,7 +87,6 @@ class TIDEConfig(PreTrainedConfig):
     draft_vocab_size: int | None = None
     router_bottleneck_dim: int = 128
     exit_threshold: float | int = NEVER_EXIT
-    kv_cache_strategy: str = "recompute"
     compaction_threshold: float | int = 0.25
     calibration: dict[str, Any] | None = None
 
@@ -94,7 +94,6 @@ class TIDEConfig(PreTrainedConfig):
         """Fill in the exit layers and refuse values that cannot work."""
         super().__post_init__(**kwargs)
         check_choice("exit_strategy", self.exit_strategy, EXIT_STRATEGIES)
-        check_choice("kv_cache_strategy", self.kv_cache_strategy, KV_CACHE_STRATEGIES)
         for name in RULES.keys() & TIDEConfig.__annotations__.keys():
             if getattr(self, name) is not getattr(TIDEConfig, name):  # defaults need not pass the check
                 check_field(name, getattr(self, name))
@@ -145,6 +144,9 @@ class TIDEConfig(PreTrainedConfig):
             config_dict = config_dict.get(cls.model_type, config_dict)
         if not isinstance(config_dict, dict):
             raise bad_config(short(config_dict))
+        if config_dict.get(RETIRED, "recompute") != "recompute":
+            logger.warning("%s=%s is gone: early_exit keeps K/V exact", RETIRED, short(config_dict[RETIRED]))
+        config_dict = {name: value for name, value in config_dict.items() if name != RETIRED}
         known, defaults = {*TIDEConfig.__annotations__, *INHERITED_FIELDS}, PreTrainedConfig().to_dict()
         unknown = [name for name in set(config_dict) - known if config_dict[name] != defaults.get(name, known)]
         if unknown:

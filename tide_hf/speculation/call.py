@@ -123,7 +123,7 @@ def check_call(model: Any, call: Call, mode: str = "self_speculative") -> None:
             )
     _check_length(model, call)
     user = mode + (" in a batch" if rows > 1 else "")
-    find_cache(call.model_kwargs, user, static="full" if rows == 1 else "none", moves_rows=rows > 1)
+    find_cache(call.model_kwargs, user, takes_static=rows == 1, moves_rows=rows > 1)
 
 
 def _check_loop(base_class: Any, model_type: str, mode: str) -> None:

@@ -8,7 +8,6 @@ alone, as the published benchmark script does.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tide_hf import TIDEModelForCausalLM, calibrate
+from tide_hf import calibrate
 from tide_hf.calibration.documents import Document
-from tide_hf.evaluation.benchmark import DecodingMethod, same_start, timed_run, weight_sharing_copy
+from tide_hf.evaluation.benchmark import DecodingMethod, same_start, timed_run
 from tide_hf.evaluation.inspection import convergence_by_layer
 from tide_hf.evaluation.quality import score_texts
-from tide_hf.routers.config import NEVER_EXIT
 
 from ..adapters import attached
 from ..bench import Bench, CannotRunError
@@ -132,20 +130,10 @@ def prefill_latency(bench: Bench, prompt: Tensor, settings: Settings, there: boo
             running = engine(bench, settings.samples, settings.max_length, threshold)
             calls[f"published {threshold:g}"] = lambda running=running: running(prompt)
     if bench.routers is not None:
-        ours = with_prompt_exits(bench)
         options = {"max_new_tokens": 1, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
         calls["base model, generate"] = lambda: bench.model.generate(prompt, **options)
-        for name, threshold in {"ours, exits off": NEVER_EXIT, "ours 0.85": 0.85}.items():  # what is not from exits
-            own = options | {"tide_mode": "early_exit", "exit_threshold": threshold, "exits_in_prompt": True}
-            calls[f"{name}, generate"] = lambda own=own: ours.generate(prompt, **own)
+        calls["ours, generate"] = lambda: attached(bench).generate(prompt, **options)  # no prompt token exits
     return interleaved(calls, settings.repeats, prompt.device)
-
-
-def with_prompt_exits(bench: Bench) -> Any:
-    """A copy of the model whose prompt tokens may leave, which needs K/V computed at once."""
-    routers = copy.deepcopy(bench.need_routers())
-    routers.config.kv_cache_strategy = "propagate"
-    return TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), routers, mode="early_exit")
 
 
 def throughput(bench: Bench, prompts: Tensor, settings: Settings, there: bool) -> dict[str, Any]:

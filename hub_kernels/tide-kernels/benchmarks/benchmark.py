@@ -29,9 +29,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import plain
 import stage
-
-from tide_hf.kernels import reference as reference_ops
 
 CALLS, REPEATS = 50, 9
 DTYPE = torch.bfloat16
@@ -75,15 +74,6 @@ def cases() -> list[Case]:
     torch.manual_seed(0)
     found = [_route_case(rows, 4096) for rows in (1, 2, 8, 32, 64, 1024)]
     found += [_route_case(1, 576), _route_case(1, 8192)]
-    for rows in (64, 4096):
-        states, mask = _random(rows, 4096), torch.rand(rows, device="cuda") < 0.5
-        moved = 2 * states.nbytes
-        compacted, indices, _ = reference_ops.exit_compact(states, mask)
-        size = f"N={rows} D=4096"
-        found += [
-            Case("exit_compact", size, (states, mask), {}, moved),
-            Case("exit_scatter", size, (compacted, indices, torch.empty_like(states)), {}, moved),
-        ]
     keys, values = _random(8, 8, 2048, 128), _random(8, 8, 2048, 128)
     order = torch.stack([torch.randperm(2048)[:1536].sort().values for _ in range(8)]).cuda()
     found.append(Case("kv_compact", "B=8 H=8 S=2048->1536 D=128", (keys, values, order), {}, 3 * keys.nbytes))
@@ -98,8 +88,7 @@ def cases() -> list[Case]:
 def _route_case(rows: int, size: int, rank: int = 128) -> Case:
     router = [torch.randn(*shape, device="cuda") / size**0.5 for shape in ((rank, size), (rank,), (1, rank), (1,))]
     args = (_random(rows, size), _random(size), None, *router)
-    kwargs = {"eps": 1e-5, "exit_threshold": 0.5}
-    return Case("norm_route", f"N={rows} D={size}", args, kwargs, args[0].nbytes + router[0].nbytes)
+    return Case("norm_route", f"N={rows} D={size}", args, {"eps": 1e-5}, args[0].nbytes + router[0].nbytes)
 
 
 def _random(*shape: int) -> Tensor:
@@ -109,13 +98,13 @@ def _random(*shape: int) -> Tensor:
 @cache
 def compiled(op: str) -> Callable[..., Any]:
     """The reference under torch.compile; cached, since it compiles for dynamic sizes once it has seen a second one."""
-    return torch.compile(getattr(reference_ops, op))
+    return torch.compile(getattr(plain, op))
 
 
 def measure(case: Case, variants: dict[str, ModuleType], published: Any, copy_bytes_per_us: float) -> list[Result]:
     """Check and time one op in every implementation."""
     calls: dict[str, Callable[..., Any]] = {
-        "eager": getattr(reference_ops, case.op),
+        "eager": getattr(plain, case.op),
         "torch.compile": compiled(case.op),
     }
     calls |= {name: getattr(module, case.op) for name, module in variants.items()}
@@ -137,7 +126,7 @@ def measure(case: Case, variants: dict[str, ModuleType], published: Any, copy_by
 
 def check(case: Case, name: str, call: Callable[..., Any]) -> None:
     """End the run where an implementation is wrong."""
-    expected = getattr(reference_ops, case.op)(*_copied(case.args), **case.kwargs)
+    expected = getattr(plain, case.op)(*_copied(case.args), **case.kwargs)
     got = call(*_copied(case.args), **case.kwargs)
     expected, got = (result if isinstance(result, tuple) else (result,) for result in (expected, got))
     for position, (left, right) in enumerate(zip(got, expected, strict=True)):

@@ -73,12 +73,9 @@ def launches(kernels: Any, dtype: torch.dtype) -> Iterator[tuple[JITFunction, di
 
     with patch.object(JITFunction, "run", record):
         for num_rows in (3, 1500):
-            states = torch.zeros(num_rows, SIZE, dtype=dtype)
-            router, mask = norm_route_arguments(dtype, num_rows, SIZE, RANK), torch.zeros(num_rows, dtype=torch.bool)
+            router = norm_route_arguments(dtype, num_rows, SIZE, RANK)
             for norm in ("rms", "layer"):
-                kernels.norm_route(*router, eps=1e-5, exit_threshold=0.5, norm=norm)
-            rows, indices, counts = kernels.exit_compact(states, mask)
-            kernels.exit_scatter(rows, indices, states, counts[:1])
+                kernels.norm_route(*router, eps=1e-5, norm=norm)
         kernels.draft_top1(torch.zeros(3, SIZE, dtype=dtype), torch.zeros(VOCAB_SIZE, SIZE, dtype=dtype))
         keys, values = torch.zeros(2, 1, HEADS, SLOTS, HEAD_SIZE, dtype=dtype)
         kernels.kv_compact(keys, values, torch.arange(SLOTS)[None])

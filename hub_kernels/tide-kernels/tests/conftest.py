@@ -17,12 +17,11 @@ import pytest  # noqa: E402
 
 pytest.importorskip("triton")
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for stage.py
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for stage.py and plain.py
 sys.path.insert(0, str(Path(__file__).parent))  # for reference64.py
 
+import plain  # noqa: E402
 import stage  # noqa: E402
-
-from tide_hf.kernels import reference as reference_ops  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -36,10 +35,10 @@ def kernel_module(tmp_path_factory):
     return stage.load_variant(Path(folder))
 
 
-@pytest.fixture(params=["kernel", "reference"])
+@pytest.fixture(params=["kernel", "plain"])
 def ops(request, kernel_module):
-    """The kernels and their reference; both have to pass."""
-    return kernel_module if request.param == "kernel" else reference_ops
+    """The kernels and their plain form; both have to pass."""
+    return kernel_module if request.param == "kernel" else plain
 
 
 @pytest.fixture(autouse=True)

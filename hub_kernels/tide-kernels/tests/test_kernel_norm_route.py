@@ -9,14 +9,12 @@ EPS = 1e-5
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-4, torch.bfloat16: 2e-3}
 
 
-def check(ops, args, norm, exit_threshold=0.5):
-    scores, exit_mask = ops.norm_route(*args, eps=EPS, exit_threshold=exit_threshold, norm=norm)
+def check(ops, args, norm):
+    scores = ops.norm_route(*args, eps=EPS, norm=norm)
     expected = reference64.norm_route(*args, EPS, norm)
     assert scores.dtype == torch.float32
-    assert exit_mask.dtype == torch.bool
     torch.testing.assert_close(scores.double(), expected, rtol=0, atol=TOLERANCE[args[0].dtype])
-    assert torch.equal(exit_mask, scores >= exit_threshold)
-    return scores, exit_mask
+    return scores
 
 
 F32, F16, BF16 = DTYPES
@@ -37,10 +35,10 @@ def test_dtypes_norms_and_sizes(ops, device, case):
 
 def test_strided_inputs(ops, device):
     args = norm_route_arguments(torch.bfloat16, 3, 127, norm="layer", device=device)
-    plain, _ = check(ops, args, "layer")
+    plain = check(ops, args, "layer")
     args[:4] = [strided(tensor) for tensor in args[:4]]
     assert not args[0].is_contiguous()
-    scores, _ = check(ops, args, "layer")
+    scores = check(ops, args, "layer")
     torch.testing.assert_close(scores, plain, rtol=0, atol=1e-6)
 
 
@@ -50,23 +48,15 @@ def test_without_biases(ops, device):
     check(ops, args, "rms")
 
 
-@pytest.mark.parametrize(("exit_threshold", "exits"), [(0.0, True), (1.1, False)])
-def test_all_or_none_exit(ops, device, exit_threshold, exits):
-    _, exit_mask = check(ops, norm_route_arguments(torch.float32, 3, 33, device=device), "rms", exit_threshold)
-    assert exit_mask.tolist() == [exits] * 3
-
-
 def test_results_do_not_vary(ops, device):
     args = norm_route_arguments(torch.float32, 5, 33, 9, device=device)
-    first, _ = ops.norm_route(*args, eps=EPS, exit_threshold=0.5)
-    again, _ = ops.norm_route(*args, eps=EPS, exit_threshold=0.5)
-    assert torch.equal(first, again)
+    assert torch.equal(ops.norm_route(*args, eps=EPS), ops.norm_route(*args, eps=EPS))
 
 
 def test_invalid_arguments_are_refused(kernel_module, device):
     args = norm_route_arguments(torch.float32, 3, 33, device=device)
     with pytest.raises(ValueError, match="one of"):
-        kernel_module.norm_route(*args, eps=EPS, exit_threshold=0.5, norm="batch")
+        kernel_module.norm_route(*args, eps=EPS, norm="batch")
     args[3] = args[3][:, 1:]
     with pytest.raises(ValueError, match=r"\(R, D\)"):
-        kernel_module.norm_route(*args, eps=EPS, exit_threshold=0.5)
+        kernel_module.norm_route(*args, eps=EPS)

@@ -1,4 +1,4 @@
-// norm_route: norm, router MLP, sigmoid and threshold in one launch.
+// norm_route: norm, router MLP and sigmoid in one launch.
 //
 // A block takes TOKENS rows and RANKS of the router's hidden units, since one multiprocessor could not read all router
 // weights in the time that a launch takes. The last block of a row to finish adds up the partial sums in a fixed order,
@@ -26,10 +26,9 @@ struct Arguments {
   float* partials;  // (rows, parts)
   int* counters;
   float* scores;
-  bool* exit_mask;
   int64_t num_rows, row_stride, col_stride, down_row_stride, down_col_stride;
   int size, rank;
-  float eps, exit_threshold;
+  float eps;
   int norm;
 };
 
@@ -145,11 +144,7 @@ __global__ void __launch_bounds__(THREADS) norm_route_kernel(const Arguments a) 
     float logit = 0.0f;
     for (int part = lane; part < parts; part += WARP) logit += __ldcg(a.partials + row * parts + part);
     logit = warp_sum(logit) + (a.up_bias != nullptr ? *a.up_bias : 0.0f);
-    if (lane == 0) {
-      const float score = 1.0f / (1.0f + expf(-logit));
-      a.scores[row] = score;
-      a.exit_mask[row] = score >= a.exit_threshold;
-    }
+    if (lane == 0) a.scores[row] = 1.0f / (1.0f + expf(-logit));
   }
   if (threadIdx.x == 0) a.counters[blockIdx.x] = 0;  // ready for the next launch
 }
@@ -190,7 +185,7 @@ const float* floats(const std::optional<Tensor>& tensor) {
 
 }  // namespace
 
-std::tuple<Tensor, Tensor> norm_route(
+Tensor norm_route(
     const Tensor& hidden_states,
     const Tensor& norm_weight,
     const std::optional<Tensor>& norm_bias,
@@ -199,7 +194,6 @@ std::tuple<Tensor, Tensor> norm_route(
     const Tensor& up_weight,
     const std::optional<Tensor>& up_bias,
     double eps,
-    double exit_threshold,
     int64_t norm,
     const Tensor& counters) {
   const ScalarType dtype = hidden_states.scalar_type(), norm_dtype = norm_weight.scalar_type();
@@ -212,8 +206,7 @@ std::tuple<Tensor, Tensor> norm_route(
   const torch::stable::accelerator::DeviceGuard guard(hidden_states.get_device_index());
   const int64_t num_rows = hidden_states.size(0), rank = down_weight.size(0);
   Tensor scores = torch::stable::new_empty(hidden_states, {num_rows}, ScalarType::Float);
-  Tensor exit_mask = torch::stable::new_empty(hidden_states, {num_rows}, ScalarType::Bool);
-  if (num_rows == 0) return {scores, exit_mask};
+  if (num_rows == 0) return scores;
   Tensor partials = torch::stable::new_empty(hidden_states, {num_rows, ceil_div(rank, RANKS)}, ScalarType::Float);
 
   Arguments a = {};
@@ -227,7 +220,6 @@ std::tuple<Tensor, Tensor> norm_route(
   a.partials = static_cast<float*>(partials.mutable_data_ptr());
   a.counters = static_cast<int*>(counters.mutable_data_ptr());
   a.scores = static_cast<float*>(scores.mutable_data_ptr());
-  a.exit_mask = static_cast<bool*>(exit_mask.mutable_data_ptr());
   a.num_rows = num_rows;
   a.row_stride = hidden_states.stride(0);
   a.col_stride = hidden_states.stride(1);
@@ -236,7 +228,6 @@ std::tuple<Tensor, Tensor> norm_route(
   a.size = static_cast<int>(hidden_states.size(1));
   a.rank = static_cast<int>(rank);
   a.eps = static_cast<float>(eps);
-  a.exit_threshold = static_cast<float>(exit_threshold);
   a.norm = static_cast<int>(norm);
   const cudaStream_t stream = current_stream(hidden_states);
   const bool norm_in_float32 = norm_dtype == ScalarType::Float;
@@ -246,7 +237,7 @@ std::tuple<Tensor, Tensor> norm_route(
     case ScalarType::BFloat16: launch<__nv_bfloat16>(a, norm_in_float32, stream); break;
     default: STD_TORCH_CHECK(false, "norm_route: hidden states in float32, float16 or bfloat16 expected");
   }
-  return {scores, exit_mask};
+  return scores;
 }
 
 }  // namespace tide

@@ -7,8 +7,6 @@
 
 STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CUDA, ops) {
   ops.impl("norm_route", TORCH_BOX(&tide::norm_route));
-  ops.impl("exit_compact", TORCH_BOX(&tide::exit_compact));
-  ops.impl("exit_scatter", TORCH_BOX(&tide::exit_scatter));
 }
 
 #if __has_include("registration.h")  // kernel-builder's, which makes the library importable from Python

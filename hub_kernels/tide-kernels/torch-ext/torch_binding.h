@@ -1,7 +1,6 @@
 #pragma once
 
 #include <optional>
-#include <tuple>
 
 #include <torch/csrc/stable/tensor.h>
 
@@ -11,7 +10,7 @@ using torch::stable::Tensor;
 
 // Arguments and results as the schemas in torch-ext/tide_kernels say.
 
-std::tuple<Tensor, Tensor> norm_route(
+Tensor norm_route(
     const Tensor& hidden_states,
     const Tensor& norm_weight,
     const std::optional<Tensor>& norm_bias,
@@ -20,12 +19,7 @@ std::tuple<Tensor, Tensor> norm_route(
     const Tensor& up_weight,
     const std::optional<Tensor>& up_bias,
     double eps,
-    double exit_threshold,
     int64_t norm,
     const Tensor& counters);
-
-std::tuple<Tensor, Tensor, Tensor> exit_compact(const Tensor& hidden_states, const Tensor& exit_mask);
-
-void exit_scatter(const Tensor& rows, const Tensor& indices, const Tensor& out, const std::optional<Tensor>& limit);
 
 }  // namespace tide

@@ -1,13 +1,12 @@
 """The steps of `early_exit` with exit layers: a pass in segments between exit layers, and what a token's exit needs.
 
 A pass runs one segment after another until all rows have exited, so layers behind that are neither launched nor read.
-With `recompute`, the tokens that have exited since all layers last ran, and the current one, form a window. Their
-states at the exit layers are kept, and a later token that goes deeper takes them along, so that all K/V are exact.
+The tokens that have exited since all layers last ran, and the current one, form a window. Their states at the exit
+layers are kept, and a later token that goes deeper takes them along, so that all K/V are exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from ...base_model.unembed import greedy_tokens
 from ...depth.early_exit import exit_scores
-from ...depth.gates import FillRun, SegmentRun, active
-from ...depth.kv_cache import fill_skipped, fill_zeros
+from ...depth.gates import SegmentRun, active
 from ...kernels.reference import exit_mask
 from .step_tensors import StepTensors
 
@@ -30,8 +28,7 @@ class Segment(NamedTuple):
     begin: int
     end: int
     width: int
-    criterion: str  # of exits at its end; see `ExitRun`
-    freezes: bool  # whether later layers leave the states of exited rows as they are, as with `propagate`
+    criterion: str  # of exits at its end; see `PostHocRun`
 
 
 class ExitSteps:
@@ -67,9 +64,8 @@ class ExitSteps:
         """Run a segment, and decide which rows exit at its end; return layers executed, and logits after the last."""
         index = self.first + torch.arange(segment.width, device=self.first.device)
         states = self.states[segment.begin].index_select(1, index) if segment.begin else None
-        frozen = self._exited() if segment.freezes and len(self.exit_layers) > 1 else None
         place = (self.parts.structure, self.tensors.cache, segment.end)
-        own = {"frozen": frozen, "finish": self._finish, "execute_layer": self.parts.execute_layer}
+        own = {"finish": self._finish, "execute_layer": self.parts.execute_layer}
         run = SegmentRun(*place, begin=segment.begin, states=states, **own)
         with active(run):
             if segment.end == self.num_layers:
@@ -94,23 +90,6 @@ class ExitSteps:
         """Map the states of all rows after their exit heads to logits; return layers executed, none, and logits."""
         return 0, self._chosen(self.parts.unembed(self.exited_state))
 
-    def propagate(self, exit_layer: int) -> tuple[int, None]:
-        """Fill the K/V of the layers behind an exit layer from the states there; return layers executed, none."""
-        return self._fill(exit_layer, self.parts.fill_layer or fill_skipped)
-
-    def zero_pad(self, exit_layer: int) -> tuple[int, None]:
-        """Fill them with zeros; return layers executed, none."""
-        return self._fill(exit_layer, fill_zeros)
-
-    def _fill(self, exit_layer: int, fill: Callable[..., Tensor | None]) -> tuple[int, None]:
-        states = self.states[exit_layer].index_select(1, self.current)
-        place = (self.parts.structure, self.tensors.cache, self.num_layers)
-        run = FillRun(*place, begin=exit_layer, states=states, fill=fill)
-        with active(run):
-            filled = run.states_after(self._pass, self.current)
-        self.states[exit_layer].index_copy_(1, self.current, filled)  # unchanged; a trace leaves out what is not used
-        return 0, None
-
     def _pass(self, index: Tensor) -> Any:
         """Run the model over the window's tokens at `index`, consecutive ones."""
         tensors, first = self.tensors, index[:1]
@@ -119,10 +98,8 @@ class ExitSteps:
     def _finish(self, states: Tensor) -> Tensor:
         """What the final norm reads, for all tokens: the current one's state after the last layer, or an exit head."""
         state = states.index_select(1, self.current - self.first)
-        return torch.where(self._exited(), self.exited_state, state).expand_as(states)
-
-    def _exited(self) -> Tensor:
-        return (self.exit_layers < self.num_layers)[:, None, None]
+        exited = (self.exit_layers < self.num_layers)[:, None, None]
+        return torch.where(exited, self.exited_state, state).expand_as(states)
 
     def _chosen(self, logits: Tensor) -> Tensor:
         """Put the top-1 tokens of (rows, 1, vocabulary) logits where the host reads them; return the logits."""

@@ -27,8 +27,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 from ...base_model.structure import CACHE
 from ...common.errors import first_line
-from ...depth.gates import LayerGate, input_state
-from ...depth.kv_cache import TracedCache, fill_skipped
+from ...depth.gates import LayerGate
 from ...kernels.compile_cache import compiling
 from ...kernels.cpu.cpp_kernels import precompiling_header
 from ...weights.fused_layers import FusedLayer, FusedStack
@@ -155,20 +154,6 @@ class StepCompiler:
             self._regions.append(self._region_of(gate, LayerArguments(args, kwargs), gate.state_of(output)))
         return output
 
-    def fill(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Fill a layer's K/V from its input in place of `fill_skipped`; return the input."""
-        state = input_state(args, kwargs)
-        if self._to_insert is not None:
-            region = next(self._to_insert)
-            if region is not None:
-                taken = _inputs_of_step(LayerArguments(args, kwargs), gate)
-                found: Tensor = torch.ops.tide_hf.layer(taken, region.number)
-                return found
-        fill_skipped(gate, args, kwargs)
-        if self._regions is not None:
-            self._regions.append(self._region_of(gate, LayerArguments(args, kwargs), state, fills=True))
-        return state
-
     def _inputs_of_kernels(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
         """The arguments of a [`FusedRegion`]; `None` if kernels do not run this layer."""
         fused = self._fused.get(gate.layer_idx)
@@ -240,10 +225,8 @@ class StepCompiler:
         _join_layers(graph, regions)
         return graph
 
-    def _region_of(
-        self, gate: LayerGate, arguments: LayerArguments, like: Tensor, fills: bool = False
-    ) -> Region | None:
-        """What runs a layer, or only fills its K/V and then returns its input."""
+    def _region_of(self, gate: LayerGate, arguments: LayerArguments, like: Tensor) -> Region | None:
+        """What runs a layer; `None` without a cache."""
         if arguments.cache is None:
             return None
         stored = arguments.cache.layers[gate.layer_idx]
@@ -251,9 +234,6 @@ class StepCompiler:
         def layer(*tensors: Tensor) -> tuple[Tensor]:
             *rest, slots, start, end = tensors
             args, kwargs = arguments.rebuilt(rest, _TracedStaticCache(stored.keys, stored.values, slots, start))
-            if fills:
-                fill_skipped(gate, args, kwargs)
-                return (input_state(args, kwargs).clone(),)
             with filled_up_to(end):
                 output = gate.native(*args, **kwargs)
             return (gate.state_of(output).contiguous(),)
@@ -292,7 +272,7 @@ def _inputs_of_step(arguments: LayerArguments, gate: LayerGate) -> list[Tensor]:
     return [*arguments.tensors, position.slots, position.start, position.end]
 
 
-class _TracedStaticCache(TracedCache):
+class _TracedStaticCache:
     """Replaces the static cache while a layer is traced, with that layer's K/V alone."""
 
     def __init__(self, keys: Tensor, values: Tensor, slots: Tensor, start: Tensor) -> None:

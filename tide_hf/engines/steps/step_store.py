@@ -107,7 +107,7 @@ class StepStore:
             found = found if self._parts is None else parts()
             self._free()
             if self.compiler is not None:
-                found = replace(found, execute_layer=self.compiler.run, fill_layer=self.compiler.fill)
+                found = replace(found, execute_layer=self.compiler.run)
             self._parts, self._fingerprint = found, fingerprint
 
     def buffers(self, like: Cache, rows: int, slots: int, kind: BufferKind) -> StepBuffers:

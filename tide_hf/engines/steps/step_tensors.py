@@ -37,7 +37,6 @@ class ModelParts:
     routers: TIDERouters | None
     weights: WeightReading
     execute_layer: Any = None  # see `LayerRun`
-    fill_layer: Any = None  # fills a layer's K/V from its input, and returns the input; `None`: `kv_cache.fill_skipped`
 
     @property
     def head_size(self) -> int:

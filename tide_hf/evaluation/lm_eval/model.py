@@ -11,7 +11,6 @@ from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 
-from ...common.errors import UnsupportedOptionError
 from ...hub.load import DEFAULT_ROUTERS, read_routers
 from ...model import TIDEModelForCausalLM
 from ..teacher_forcing import exit_logits
@@ -77,14 +76,6 @@ class TIDELM(HFLM):
         attachment = self.model._tide
         if attachment.mode == "self_speculative":
             return super()._model_call(inps, attn_mask, labels)
-        strategy = attachment.routers.config.kv_cache_strategy
-        if attachment.mode == "early_exit" and strategy != "recompute":
-            raise UnsupportedOptionError(
-                "likelihoods cannot be read from early exits here",
-                got=f"tide_mode='early_exit' and routers with kv_cache_strategy={strategy!r}",
-                expected="kv_cache_strategy='recompute', whose K/V one pass over a text gives",
-                do="Pass tide_mode=post_hoc, or set kv_cache_strategy in the routers' config.json.",
-            )
         with self._autocast():
             read = exit_logits(self.model, attachment.routers, inps, exit_threshold=attachment.default_threshold)
         self._depths_of_call = iter(read.exit_layers)

@@ -1,7 +1,7 @@
 """Fused ops for early exit and self-speculative decoding.
 
-Builds for GPUs have them in Triton and (for some of them, in some builds) CUDA C++; each has a reference of the same
-name in plain PyTorch in `tide_hf.kernels.reference`. Any hidden size, any number of rows, strided and empty inputs.
+Builds for GPUs have them in Triton and (for some of them, in some builds) CUDA C++; `plain.py` beside
+their sources has each in plain PyTorch. Any hidden size, any number of rows, strided and empty inputs.
 Builds for CPUs have products, attention and decoder layers for few tokens, in C++. float32, float16 and bfloat16; sums
 are float32.
 """
@@ -29,10 +29,9 @@ if hasattr(ops, "skinny_gemm"):  # this build's library is for CPUs
         "skinny_gemm",
     ]
 else:
-    from .compaction import exit_compact, exit_scatter
     from .kv_cache import kv_compact
     from .registration import implementations
     from .routing import norm_route
     from .vocabulary import draft_top1
 
-    __all__ = ["draft_top1", "exit_compact", "exit_scatter", "implementations", "kv_compact", "norm_route"]
+    __all__ = ["draft_top1", "implementations", "kv_compact", "norm_route"]

@@ -53,17 +53,5 @@ def require(condition: bool, op: str, got: str, expected: str) -> None:
         raise ValueError(f"{op}: got {got}. Expected {expected}.")
 
 
-def require_indices(op: str, indices: torch.Tensor, limit: torch.Tensor | None) -> None:
-    """Refuse indices and a limit of other dtypes than the kernel reads."""
-    dtypes = (indices.dtype, torch.int32 if limit is None else limit.dtype)
-    require(dtypes == (torch.int64, torch.int32), op, f"{dtypes[0]} and {dtypes[1]}", "int64 indices, an int32 limit")
-
-
 def nothing(*_args: object) -> None:
     """The fake of an op that only writes to its arguments."""
-
-
-def require_rows(op: str, rows: torch.Tensor, per_row: torch.Tensor) -> None:
-    """Refuse anything but rows (N, D) and one value for each of them."""
-    fits = rows.dim() == 2 and per_row.shape == rows.shape[:1]
-    require(fits, op, f"shapes {tuple(rows.shape)} and {tuple(per_row.shape)}", "(N, D) and (N,)")

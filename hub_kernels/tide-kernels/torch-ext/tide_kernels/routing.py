@@ -1,4 +1,4 @@
-"""`norm_route`: norm, router MLP, sigmoid and threshold in one launch.
+"""`norm_route`: norm, router MLP and sigmoid in one launch.
 
 Several programs share a row, each with some of the router's hidden units, since a single one could not read the
 router's weights fast enough. The last to finish adds up their partial sums in a fixed order, so results do not vary.
@@ -30,7 +30,6 @@ def _norm_route_kernel(
     partials,
     counters,
     scores,
-    exit_mask,
     row_stride,
     col_stride,
     down_row_stride,
@@ -39,7 +38,6 @@ def _norm_route_kernel(
     size,
     rank,
     eps,
-    exit_threshold,
     NORM: tl.constexpr,
     HAS_NORM_BIAS: tl.constexpr,
     HAS_DOWN_BIAS: tl.constexpr,
@@ -92,9 +90,7 @@ def _norm_route_kernel(
         logit = tl.sum(tl.load(partials + at, mask=ok, other=0.0, cache_modifier=".cg"), axis=1)
         if HAS_UP_BIAS:
             logit += tl.load(up_bias).to(tl.float32)
-        score = tl.sigmoid(logit)
-        tl.store(scores + rows, score, mask=row_ok)
-        tl.store(exit_mask + rows, (score >= exit_threshold).to(tl.uint8), mask=row_ok)
+        tl.store(scores + rows, tl.sigmoid(logit), mask=row_ok)
         tl.store(counters + tl.program_id(0), 0)  # ready for the next launch
 
 
@@ -107,14 +103,13 @@ def _norm_route_triton(
     up_weight: Tensor,
     up_bias: Tensor | None,
     eps: float,
-    exit_threshold: float,
     norm: int,
     counters: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     (num_rows, size), rank = hidden_states.shape, down_weight.shape[0]
-    scores, exit_mask = _norm_route_fake(hidden_states)
+    scores = _norm_route_fake(hidden_states)
     if num_rows == 0:
-        return scores, exit_mask
+        return scores
     use_dot = num_rows >= MANY_ROWS
     rows = 32 if use_dot else min(4, triton.next_power_of_2(num_rows))
     ranks = 32 if use_dot else 4
@@ -133,14 +128,12 @@ def _norm_route_triton(
             partials,
             counters,
             scores,
-            exit_mask.view(torch.uint8),
             *hidden_states.stride(),
             *down_weight.stride(),
             num_rows,
             size,
             rank,
             eps,
-            exit_threshold,
             NORM=norm,
             HAS_NORM_BIAS=norm_bias is not None,
             HAS_DOWN_BIAS=down_bias is not None,
@@ -151,19 +144,16 @@ def _norm_route_triton(
             BLOCK=block,
             RANK_BLOCKS=triton.next_power_of_2(num_parts),
         )
-    return scores, exit_mask
+    return scores
 
 
-def _norm_route_fake(hidden_states: Tensor, *_args: object) -> tuple[Tensor, Tensor]:
-    num_rows = hidden_states.shape[0]
-    scores = torch.empty(num_rows, dtype=torch.float32, device=hidden_states.device)
-    return scores, torch.empty(num_rows, dtype=torch.bool, device=hidden_states.device)
+def _norm_route_fake(hidden_states: Tensor, *_args: object) -> Tensor:
+    return torch.empty(hidden_states.shape[0], dtype=torch.float32, device=hidden_states.device)
 
 
 _norm_route = register(
     "norm_route(Tensor hidden_states, Tensor norm_weight, Tensor? norm_bias, Tensor down_weight, Tensor? down_bias, "
-    "Tensor up_weight, Tensor? up_bias, float eps, float exit_threshold, int norm, Tensor(a!) counters) "
-    "-> (Tensor, Tensor)",
+    "Tensor up_weight, Tensor? up_bias, float eps, int norm, Tensor(a!) counters) -> Tensor",
     _norm_route_triton,
     _norm_route_fake,
 )
@@ -179,10 +169,9 @@ def norm_route(
     up_bias: Tensor | None,
     *,
     eps: float,
-    exit_threshold: float,
     norm: str = "rms",
-) -> tuple[Tensor, Tensor]:
-    """Final norm, router MLP, sigmoid and threshold.
+) -> Tensor:
+    """Final norm, router MLP and sigmoid.
 
     Args:
         hidden_states: (N, D), before the norm; float32, float16 or bfloat16.
@@ -193,11 +182,10 @@ def norm_route(
         up_weight: (1, R) of its second, float32.
         up_bias: (1,) float32 or `None`.
         eps: Of the norm.
-        exit_threshold: A row exits where its score is at least this.
         norm: `"rms"`, `"rms_float32"`, `"rms_one_plus"` or `"layer"`; see `norms.NORMS`.
 
     Returns:
-        (N,) scores in [0, 1], float32, and (N,) exit mask, bool.
+        (N,) scores in [0, 1], float32.
 
     Raises:
         ValueError: Shapes do not fit, or there is no such norm.
@@ -216,7 +204,6 @@ def norm_route(
         up_weight.reshape(-1).contiguous(),
         up_bias,
         eps,
-        exit_threshold,
         NORMS.index(norm),
         _zeroed_counters(hidden_states),
     )
