@@ -196,6 +196,10 @@ class LayerRun:
         """(rows, length) mask of the tokens that the current layer's MLP processes; `None` for all."""
         return None
 
+    def count_joined(self, rows: int, layers: int) -> None:
+        """Count layers that have run in one call with another and were not called."""
+        self.layers_executed += rows * layers
+
     def execute(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer and count it."""
         state = input_state(args, kwargs)

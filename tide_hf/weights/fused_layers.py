@@ -146,7 +146,7 @@ def fused_layer(layer: nn.Module) -> FusedLayer | None:
     head_norm_names = HEAD_NORMS if set(HEAD_NORMS) <= _names(attention) else ()
     if _names(attention) != {*ATTENTION, *head_norm_names}:
         return None
-    if layer.training or not all(map(_is_untouched, layer.modules())):
+    if layer.training or not all(map(is_untouched, layer.modules())):
         return None
     parts = [*(getattr(layer, name) for name in NORMS), *(getattr(attention, name) for name in head_norm_names)]
     norms = [norm for part in parts if (norm := _norm(part)) is not None]
@@ -172,7 +172,7 @@ def _agree(products: list[Product], dtype: torch.dtype) -> bool:
     return are_readable and all(product.bias is None for product in products[4:])
 
 
-def _is_untouched(module: nn.Module) -> bool:
+def is_untouched(module: nn.Module) -> bool:
     """Whether nothing but this library's gates acts on a module."""
     forward = module.__dict__.get("forward")
     is_own = forward is None or (isinstance(forward, Gate) and forward.replaced is None)
