@@ -8,9 +8,10 @@ from families import tiny_model
 from on_steps import OPTIONS, linear_heads, new_tokens, prompts
 
 from tide_hf import TIDEModelForCausalLM
+from tide_hf.common.errors import UnsupportedModelError
 from tide_hf.engines.direct_passes import DirectPasses
 from tide_hf.kernels.cpu.cpp_kernels import build_kernels
-from tide_hf.weights.fused_layers import MEASURED_WIDTHS, Probe
+from tide_hf.weights.fused_layers import MEASURED_WIDTHS, FusedStack, Probe
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +96,38 @@ def test_padded_rows_and_batches_run_by_the_models_own_forward(tiny_llama, direc
     for batch in (prompts(2), {name: tensor[-1:] for name, tensor in padded.items()}):
         model.generate(**batch, **OPTIONS)
         assert not direct_widths
+
+
+def test_a_model_that_calls_its_layers_otherwise_than_in_earlier_calls_is_refused(tiny_llama, monkeypatch):
+    model = TIDEModelForCausalLM.attach(tiny_llama(), remembered_tokens=0)
+    model.generate(**prompts(), **OPTIONS)
+    second = model.model.layers[1]
+    call = type(second).__call__
+
+    def with_a_copy(self, state, *args, **kwargs):
+        return call(self, state.clone() if self is second else state, *args, **kwargs)
+
+    monkeypatch.setattr(type(second), "__call__", with_a_copy)
+    with pytest.raises(UnsupportedModelError, match="layer 1 with other arguments than the output, angles and mask"):
+        model.generate(**prompts(), **OPTIONS)
+    model = TIDEModelForCausalLM.detach(model)
+    expected = model.generate(**prompts(), **OPTIONS)
+    TIDEModelForCausalLM.attach(model, remembered_tokens=0)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_prompts_layers_run_in_one_call_once_a_pass_has_shown_that_they_may(tiny_llama, rows, monkeypatch):
+    model, stacks, run = TIDEModelForCausalLM.attach(tiny_llama(), remembered_tokens=0), [], FusedStack.__call__
+
+    def counted(self, *args):
+        stacks.append(len(self.layers))
+        return run(self, *args)
+
+    monkeypatch.setattr(FusedStack, "__call__", counted)
+    expected = model.generate(**prompts(rows), **OPTIONS)
+    layers = model.config.num_hidden_layers
+    assert stacks[: layers + 1] == [1] * layers + [layers]
+    stacks.clear()
+    assert torch.equal(model.generate(**prompts(rows), **OPTIONS), expected)
+    assert set(stacks) == {layers}

@@ -7,6 +7,7 @@ of which the cache's layers hold the filled part.
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..base_model.structure import CACHE
+from ..common.errors import UnsupportedModelError
 from ..depth.gates import LayerGate, active_run, input_state
-from .fused_layers import FusedLayer, FusedStack
+from .fused_layers import FusedLayer, FusedLayers, FusedStack
 from .layouts import DECODE_ROWS
 
 SPARE_SLOTS = 64  # of buffers, besides a quarter of those that are filled
@@ -55,19 +57,18 @@ class FusedPasses:
     """What runs the decoder layers of one eager call; an `ExecuteLayer`.
 
     Args:
-        found: The layers that the kernel runs, by index, and up to how many tokens.
-        num_layers: Of the model.
-        may_join: Whether all layers may attend to the same tokens.
+        layers: The model's layers.
+        found: Those that the kernel runs, by index, and up to how many tokens.
     """
 
-    def __init__(self, found: dict[int, tuple[FusedLayer, int]], num_layers: int, may_join: bool) -> None:
-        self._found, self._num_layers = found, num_layers
+    def __init__(self, layers: FusedLayers, found: dict[int, tuple[FusedLayer, int]]) -> None:
+        self._found, self._layers, self._num_layers = found, layers, layers.structure.num_layers
         self.most_tokens = min(limit for _, limit in found.values())  # of a pass whose layers the kernel runs
-        # Whether the model hands each layer's output to the next one, and all of them the same arguments. `None` until
-        # a pass has shown it.
-        self._is_chain: bool | None = None if may_join else False
+        self._may_join = layers.may_join
+        self._is_chain = True  # so far in this pass
+        self._called = -1  # the layer that was called last
         self._first: Tensor | None = None  # the first layer's input in this pass
-        self._given: tuple[Any, ...] = ()  # the last layer's output, angles and mask
+        self._given: tuple[Any, ...] = (None, None, None)  # the last layer's output, angles and mask
         self.end = 0  # of the layers that have run in this pass
         self._stacks: dict[tuple[int, int], FusedStack] = {}  # by their first layer and the end of theirs
         self._buffers: dict[tuple[int, int], _Buffers] = {}  # by heads and their size
@@ -75,7 +76,7 @@ class FusedPasses:
     @property
     def run_all(self) -> bool:
         """Whether the kernel runs all layers in passes over drafts."""
-        return bool(self._is_chain) and len(self._found) == self._num_layers and self.most_tokens >= DECODE_ROWS[-1]
+        return self._joins and len(self._found) == self._num_layers and self.most_tokens >= DECODE_ROWS[-1]
 
     @property
     def last_pass(self) -> tuple[Tensor, Tensor, tuple[Tensor, ...]] | None:
@@ -85,14 +86,16 @@ class FusedPasses:
     def __call__(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer, and with it those that may run in the same call, in place of its own forward."""
         state, idx = input_state(args, kwargs), gate.layer_idx
-        given = kwargs.get("position_embeddings"), kwargs.get("attention_mask")
-        has_run = 0 < idx < self.end and state is self._given[0]
-        if has_run:
-            if given[0] is not self._given[1] or given[1] is not self._given[2]:
-                raise AssertionError("layers of one pass got different arguments")  # a bug in tide_hf
+        given = state, kwargs.get("position_embeddings"), kwargs.get("attention_mask")
+        is_next, follows = idx == self._called + 1, all(map(is_, given, self._given))
+        self._called = idx
+        if 0 < idx < self.end and (follows or is_next):
+            if not follows:
+                raise _changed(idx)
             return gate.with_state(None, state)
         if idx == 0:
             self._first = state
+        self._is_chain = idx == 0 or (self._is_chain and is_next and follows)
         fused, limit = self._found.get(idx, (None, 0))
         suits = fused is not None and state.shape[0] * state.shape[1] <= limit and _is_plain(kwargs.get(CACHE))
         taken = fused.arguments_of(args, kwargs) if fused is not None and suits else None
@@ -102,24 +105,20 @@ class FusedPasses:
         else:
             self.end = self._end_from(idx, kwargs[CACHE], state.shape[0] * state.shape[1])
             output = gate.with_state(None, self._run(idx, kwargs[CACHE], *taken))
-        self._compare(idx, state, given)
-        self._given = gate.state_of(output), *given
+        self._given = gate.state_of(output), *given[1:]
+        if self._is_chain and idx == self._num_layers - 1:
+            self._layers.note_chain()
         return output
 
-    def _compare(self, idx: int, state: Tensor, given: tuple[Any, ...]) -> None:
-        """Note whether a layer got what the layer before it got and gave, until all layers of a pass have."""
-        if self._is_chain is None and idx > 0:
-            before = self._given
-            if not (len(before) == 3 and state is before[0] and given[0] is before[1] and given[1] is before[2]):
-                self._is_chain = False
-            elif idx == self._num_layers - 1:
-                self._is_chain = True
+    @property
+    def _joins(self) -> bool:
+        return self._may_join and self._layers.are_chain
 
     def _end_from(self, idx: int, cache: Any, tokens: int) -> int:
         """The end of the layers that may run in one call with layer `idx`."""
         run, end = active_run(), idx + 1
-        most, length = run.joined_layers(idx) if self._is_chain and run is not None else end, _length(cache, idx)
-        while end < most and length is not None:
+        most, length = run.joined_layers(idx) if self._joins and run is not None else end, _length(cache, idx)
+        while end < most:
             fused, limit = self._found.get(end, (None, 0))
             is_alike = fused is not None and tokens <= limit and fused.is_like(self._found[idx][0])
             if not is_alike or _length(cache, end) != length:
@@ -134,7 +133,7 @@ class FusedPasses:
         stack = self._stacks[idx, self.end]
         if idx >= len(cache.layers) or type(cache.layers[idx]) is not DynamicLayer:
             return self._run_apart(stack, cache, idx, state, cos, sin, mask)
-        length = _length(cache, idx) or 0
+        length = int(cache.layers[idx].get_seq_length())
         end = length + state.shape[1]
         buffers = self._buffers_for(cache, idx, length, state)
         buffers.take(layers)
@@ -171,10 +170,19 @@ class FusedPasses:
         return output
 
 
+def _changed(idx: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "the model does not call its layers as in earlier calls",
+        got=f"layer {idx} with other arguments than the output, angles and mask of layer {idx - 1}",
+        expected="what the model did when TIDE was attached",
+        do="Detach TIDE and attach it again after changing how the model runs.",
+    )
+
+
 def _length(cache: Any, idx: int) -> int | None:
-    """The number of slots of a layer that holds all tokens; `None` for other layers, and those that are empty."""
+    """The number of slots of a layer that holds all tokens; `None` for other layers."""
     layer: Any = cache.layers[idx] if idx < len(cache.layers) else None
-    return layer.keys.shape[2] if type(layer) is DynamicLayer and layer.is_initialized else None
+    return int(layer.get_seq_length()) if type(layer) is DynamicLayer else None
 
 
 def _is_plain(cache: Any) -> bool:
