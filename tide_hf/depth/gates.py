@@ -147,6 +147,10 @@ class LayerRun:
         """
         return self.num_layers if type(self).run_layer is LayerRun.run_layer else layer_idx + 1
 
+    def count_joined(self, rows: int, layers: int) -> None:
+        """Count layers that have run in one call with another and were not called."""
+        self.layers_executed += rows * layers
+
     def execute(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer and count it."""
         state = input_state(args, kwargs)

@@ -228,7 +228,8 @@ class CacheSlots:
         return index
 
     def _crop(self, num_tokens: int) -> None:
-        crop_layers(self.cache.layers, num_tokens)
+        if num_tokens or self.has_windows:
+            crop_layers(self.cache.layers, num_tokens)
 
     def _move(self, order: Tensor, total: int) -> None:
         if self.cache.offloading and order.is_cuda:  # a layer may still be on its way to the GPU

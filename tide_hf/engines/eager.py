@@ -42,9 +42,11 @@ from ..speculation.policy import TOP_DRAFTS, CostTable
 from ..speculation.prefill import prefill
 from ..speculation.protocols import Pass
 from ..speculation.ranks import ranks_of
+from .direct_passes import DirectPasses, direct_passes
 from .gqa_attention import gqa_attention
 from .round_clock import RoundClock
 
+PLAIN_INPUTS = {"use_cache", "logits_to_keep", "cache_position"}  # besides tokens, mask, positions and cache
 LONG_PROMPT = 128  # tokens; for shorter prompts, switching the attention implementation saves no time
 
 
@@ -157,6 +159,10 @@ class EagerEngine:
             self.last_slot = min(most - ahead, self.last_slot or most)
         self.last_tokens: list[int] = []  # each row's last token, the next pass's input
         self.takes_trees = self._takes_trees(config)
+        has_text_alone = not self.types and self.model_kwargs.keys() <= PLAIN_INPUTS
+        is_plain = len(self.rows) == 1 and self.positions is not None and self.positions.dim() == 1
+        self._may_be_direct = is_plain and has_text_alone  # until a pass has shown whether they may
+        self._direct: DirectPasses | None = None
         self._width = 0  # of the last verify pass; 0 after prefill
         self._logits: Tensor | None = None  # of that pass, (rows, width, vocabulary)
         self._inputs: list[list[int]] = []  # the tokens that it read
@@ -289,8 +295,20 @@ class EagerEngine:
         if not all(draft.is_chain for draft in drafts):
             tree = PassTree.of([draft.parents(width) for draft in drafts], inputs.device)
         with reading_tree(tree):
-            self._logits = logits = self._forward(inputs).logits
+            self._logits = logits = self._run_pass(inputs)
         return EagerPass(drafts, inputs, logits, [self.run.num_layers] * len(drafts))
+
+    def _run_pass(self, ids: Tensor) -> Tensor:
+        """The logits of a verify pass."""
+        if self._direct is not None and self.slots.mask is None:
+            return self._direct(ids, self._position_ids(0, ids.shape[1]))
+        logits: Tensor = self._forward(ids).logits
+        if self._may_be_direct and self.slots.mask is None:
+            self._may_be_direct = False
+            direct = direct_passes(self.model, self.attachment.unembed, self.run)
+            if direct is not None and direct.give(ids, self._position_ids(0, ids.shape[1]), logits):
+                self._direct = direct
+        return logits
 
     def commit(self, accepted: list[Accepted]) -> None:
         """Keep the K/V of the accepted tokens of the last pass; see `Engine.commit`."""
@@ -331,11 +349,7 @@ class EagerEngine:
         kwargs = {**self.model_kwargs, CACHE: self.slots.cache}
         kwargs["attention_mask"] = self.slots.mask_for(start + width)
         if self.positions is not None:
-            tree, steps = current_tree(), torch.arange(start, start + width, device=self.positions.device)
-            positions = self.positions[..., None] + (steps if tree is None else tree.depths.to(steps.device))
-            if self.highest_position is not None:  # padding of shorter drafts, and stopped rows, may lie beyond
-                positions = positions.clamp(max=self.highest_position)
-            kwargs["position_ids"] = positions
+            kwargs["position_ids"] = self._position_ids(start, width)
         for name, types in self.types.items():
             own = self.rows if len(types) > 1 else [0]
             kwargs[name] = types[own].expand(rows, width)
@@ -343,6 +357,15 @@ class EagerEngine:
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = width
         return without_router_loss(self.model, inputs)
+
+    def _position_ids(self, start: int, width: int) -> Tensor:
+        """(..., rows, width) positions of a pass over `width` tokens for each row, behind `start` draft tokens."""
+        own: Any = self.positions
+        tree, steps = current_tree(), torch.arange(start, start + width, device=own.device)
+        positions: Tensor = own[..., None] + (steps if tree is None else tree.depths.to(steps.device))
+        if self.highest_position is not None:  # padding of shorter drafts, and stopped rows, may lie beyond
+            positions = positions.clamp(max=self.highest_position)
+        return positions
 
     def _upload(self, tokens: list[list[int]]) -> Tensor:
         """Tokens on the device of the prompt, (rows, width)."""

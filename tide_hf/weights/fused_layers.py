@@ -36,7 +36,7 @@ HEAD_NORMS = ("q_norm", "k_norm")
 MASKED_BY_BOOL, MASKED_BY_SUM = ("sdpa", "tide_gqa"), ("eager",)  # attention implementations of transformers
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-1}  # of the largest value
 CACHED_TOKENS, PROBED_WIDTH = 64, 3  # numbers of tokens before a probe, and in it
-MEASURED_WIDTHS = (*DECODE_ROWS, 64, 128)  # up to short prompts; with more tokens, attention has a kernel of its own
+MEASURED_WIDTHS = (*DECODE_ROWS, 64, 128, 512, 1024)  # up to usual prompts; with more tokens, attention takes longer
 REPEATS = 3
 
 logger = logging.getLogger(__name__)
@@ -81,8 +81,8 @@ class FusedLayer:
         self.norms, self.head_norms = [norm.weight for norm in norms], [norm.weight for norm in head_norms]
         self.settings = (norms[0].eps, norms[1].eps, head_norms[0].eps if head_norms else 0.0, scale)
         self.kv_heads = products[1].size_out // head_size
-        shapes = [(*weight.shape, weight.dtype, *scales.shape) for weight, scales, *_ in products]
-        self.kind = f"{self.dtype}, {shapes}, heads of {head_size}"
+        shapes = tuple((*weight.shape, weight.dtype, *scales.shape) for weight, scales, *_ in products)
+        self.kind = self.dtype, shapes, head_size
         sizes = [product.size_out for product in products]
         self._alike = (self.settings, self.head_size, sizes, bool(self.biases), bool(self.head_norms))
 
@@ -146,7 +146,7 @@ def fused_layer(layer: nn.Module) -> FusedLayer | None:
     head_norm_names = HEAD_NORMS if set(HEAD_NORMS) <= _names(attention) else ()
     if _names(attention) != {*ATTENTION, *head_norm_names}:
         return None
-    if layer.training or not all(map(_is_untouched, layer.modules())):
+    if layer.training or not all(map(is_untouched, layer.modules())):
         return None
     parts = [*(getattr(layer, name) for name in NORMS), *(getattr(attention, name) for name in head_norm_names)]
     norms = [norm for part in parts if (norm := _norm(part)) is not None]
@@ -172,7 +172,7 @@ def _agree(products: list[Product], dtype: torch.dtype) -> bool:
     return are_readable and all(product.bias is None for product in products[4:])
 
 
-def _is_untouched(module: nn.Module) -> bool:
+def is_untouched(module: nn.Module) -> bool:
     """Whether nothing but this library's gates acts on a module."""
     forward = module.__dict__.get("forward")
     is_own = forward is None or (isinstance(forward, Gate) and forward.replaced is None)
@@ -211,6 +211,18 @@ class FusedLayers:
         self.structure = structure
         self._equal: dict[tuple[Any, ...], bool] = {}  # by layer and its settings, whether the kernels give its results
         self._most_tokens: dict[tuple[Any, ...], int] = {}  # up to which the kernels are faster, by shapes and threads
+        # Whether a pass has shown that each layer gets the output of the one before, and all the same angles and mask.
+        self.are_chain = False
+
+    @property
+    def may_join(self) -> bool:
+        """Whether all layers attend to the same tokens, and the model calls all of them."""
+        config = getattr(getattr(self.structure.layers[0], "self_attn", None), "config", None)  # all share it
+        return not has_windows(config) and getattr(config, "num_hidden_layers", None) == self.structure.num_layers
+
+    def note_chain(self) -> None:
+        """See `are_chain`."""
+        self.are_chain = True
 
     def for_tokens(self, tokens: int) -> dict[int, FusedLayer]:
         """The layers, by index, that the kernels run in passes over a number of tokens."""
@@ -238,16 +250,11 @@ class FusedLayers:
         return self._most_tokens[kind] if self._equal[key] else 0
 
 
-def has_windows_in(layer: nn.Module) -> bool:
-    """Whether some layers of the model of this layer attend to a window, so that layers may get masks of their own."""
-    return has_windows(getattr(getattr(layer, "self_attn", None), "config", None))
-
-
 def _settings(layer: nn.Module) -> tuple[Any, ...]:
-    """Settings of a layer's modules, which a user may change; without ints, since some count calls."""
+    """Settings of a layer and of its parts, which a user may change; without ints, since some count calls."""
     return tuple(
         (name, setting, value)
-        for name, module in layer.named_modules()
+        for name, module in (("", layer), *layer.named_children())
         for setting, value in vars(module).items()
         if isinstance(value, (bool, float, str))
     )

@@ -7,7 +7,8 @@ of which the cache's layers hold the filled part.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,77 +16,109 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from ..base_model.structure import CACHE
+from ..common.errors import UnsupportedModelError
 from ..depth.gates import LayerGate, active_run, input_state
-from .fused_layers import FusedLayer, FusedStack
+from .fused_layers import FusedLayer, FusedLayers, FusedStack
+from .layouts import DECODE_ROWS
 
-SPARE_SLOTS = 64  # of a buffer, besides a quarter of those that are filled
+SPARE_SLOTS = 64  # of buffers, besides a quarter of those that are filled
 
 
-class _Slots(NamedTuple):
-    """K/V of one layer, (rows, heads, slots, head_size) each, of which `length` slots are filled."""
+class _Buffers:
+    """K/V of all layers of one cache, with slots for later passes; `parts`: (2, layers, rows, heads, slots, size)."""
 
-    keys: Tensor
-    values: Tensor
-    length: int
-    are_kept: bool  # as a buffer of the call; else the cache stores the pass's K/V itself
+    def __init__(self, cache: Any, parts: Tensor) -> None:
+        self.cache, self.parts, self.rows, self.num_slots = cache, parts, parts.shape[2], parts.shape[4]
+        self.keys, self.values = (list(part.unbind()) for part in parts)
+        self._shown: dict[int, tuple[Tensor, Tensor]] = {}  # the K/V that each layer of the cache has got
+
+    def take(self, layers: range) -> None:
+        """Copy the K/V of those layers of the cache that are not in these buffers yet."""
+        for idx in layers:
+            layer, mine = self.cache.layers[idx], (self.keys[idx], self.values[idx])
+            if not layer.is_initialized:
+                layer.lazy_initialization(*mine)
+                continue
+            found, shown = (layer.keys, layer.values), self._shown.get(idx, (None, None))
+            if found[0] is not shown[0] or found[1] is not shown[1]:
+                for buffer, part in zip(mine, found, strict=True):
+                    if not _begins(buffer, part):
+                        buffer[:, :, : part.shape[2]] = part
+
+    def show(self, layers: range, length: int) -> None:
+        """Give layers of the cache the first `length` slots."""
+        filled = (part[layers.start : layers.stop, :, :, :length].unbind() for part in self.parts)
+        for idx, keys, values in zip(layers, *filled, strict=True):
+            layer = self.cache.layers[idx]
+            layer.keys, layer.values = self._shown[idx] = keys, values
 
 
 class FusedPasses:
     """What runs the decoder layers of one eager call; an `ExecuteLayer`.
 
     Args:
-        found: The layers that the kernel runs, by index, and up to how many tokens.
-        num_layers: Of the model.
-        may_join: Whether all layers may attend to the same tokens.
+        layers: The model's layers.
+        found: Those that the kernel runs, by index, and up to how many tokens.
     """
 
-    def __init__(self, found: dict[int, tuple[FusedLayer, int]], num_layers: int, may_join: bool) -> None:
-        self._found, self._num_layers = found, num_layers
+    def __init__(self, layers: FusedLayers, found: dict[int, tuple[FusedLayer, int]]) -> None:
+        self._found, self._layers, self._num_layers = found, layers, layers.structure.num_layers
         self.most_tokens = min(limit for _, limit in found.values())  # of a pass whose layers the kernel runs
-        # Whether the model hands each layer's output to the next one, and all of them the same arguments. `None` until
-        # a pass has shown it.
-        self._is_chain: bool | None = None if may_join else False
-        self._given: tuple[Any, ...] = ()  # the last layer's output, angles and mask
-        self._end = 0  # of the layers that have run in this pass
+        self._may_join = layers.may_join
+        self._is_chain = True  # so far in this pass
+        self._called = -1  # the layer that was called last
+        self._first: Tensor | None = None  # the first layer's input in this pass
+        self._given: tuple[Any, ...] = (None, None, None)  # the last layer's output, angles and mask
+        self.end = 0  # of the layers that have run in this pass
         self._stacks: dict[tuple[int, int], FusedStack] = {}  # by their first layer and the end of theirs
-        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}  # K/V, by layer
+        self._buffers: dict[tuple[int, int], _Buffers] = {}  # by heads and their size
+
+    @property
+    def run_all(self) -> bool:
+        """Whether the kernel runs all layers in passes over drafts."""
+        return self._joins and len(self._found) == self._num_layers and self.most_tokens >= DECODE_ROWS[-1]
+
+    @property
+    def last_pass(self) -> tuple[Tensor, Tensor, tuple[Tensor, ...]] | None:
+        """Of the last pass: the first layer's input, the last one's output, and the angles; `None` before a pass."""
+        return None if self._first is None else (self._first, *self._given[:2])
 
     def __call__(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer, and with it those that may run in the same call, in place of its own forward."""
         state, idx = input_state(args, kwargs), gate.layer_idx
-        given = kwargs.get("position_embeddings"), kwargs.get("attention_mask")
-        has_run = 0 < idx < self._end and state is self._given[0]
-        if has_run:
-            if given[0] is not self._given[1] or given[1] is not self._given[2]:
-                raise AssertionError("layers of one pass got different arguments")  # a bug in tide_hf
+        given = state, kwargs.get("position_embeddings"), kwargs.get("attention_mask")
+        is_next, follows = idx == self._called + 1, all(map(is_, given, self._given))
+        self._called = idx
+        if 0 < idx < self.end and (follows or is_next):
+            if not follows:
+                raise _changed(idx)
             return gate.with_state(None, state)
+        if idx == 0:
+            self._first = state
+        self._is_chain = idx == 0 or (self._is_chain and is_next and follows)
         fused, limit = self._found.get(idx, (None, 0))
         suits = fused is not None and state.shape[0] * state.shape[1] <= limit and _is_plain(kwargs.get(CACHE))
         taken = fused.arguments_of(args, kwargs) if fused is not None and suits else None
         if taken is None:
             output = gate.native(*args, **kwargs)
-            self._end = idx + 1
+            self.end = idx + 1
         else:
-            self._end = self._end_from(idx, kwargs[CACHE], state.shape[0] * state.shape[1])
+            self.end = self._end_from(idx, kwargs[CACHE], state.shape[0] * state.shape[1])
             output = gate.with_state(None, self._run(idx, kwargs[CACHE], *taken))
-        self._compare(idx, state, given)
-        self._given = gate.state_of(output), *given
+        self._given = gate.state_of(output), *given[1:]
+        if self._is_chain and idx == self._num_layers - 1:
+            self._layers.note_chain()
         return output
 
-    def _compare(self, idx: int, state: Tensor, given: tuple[Any, ...]) -> None:
-        """Note whether a layer got what the layer before it got and gave, until all layers of a pass have."""
-        if self._is_chain is None and idx > 0:
-            before = self._given
-            if not (len(before) == 3 and state is before[0] and given[0] is before[1] and given[1] is before[2]):
-                self._is_chain = False
-            elif idx == self._num_layers - 1:
-                self._is_chain = True
+    @property
+    def _joins(self) -> bool:
+        return self._may_join and self._layers.are_chain
 
     def _end_from(self, idx: int, cache: Any, tokens: int) -> int:
         """The end of the layers that may run in one call with layer `idx`."""
         run, end = active_run(), idx + 1
-        most, length = run.joined_layers(idx) if self._is_chain and run is not None else end, _length(cache, idx)
-        while end < most and length is not None:
+        most, length = run.joined_layers(idx) if self._joins and run is not None else end, _length(cache, idx)
+        while end < most:
             fused, limit = self._found.get(end, (None, 0))
             is_alike = fused is not None and tokens <= limit and fused.is_like(self._found[idx][0])
             if not is_alike or _length(cache, end) != length:
@@ -94,55 +127,62 @@ class FusedPasses:
         return end
 
     def _run(self, idx: int, cache: Any, state: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        width, layers = state.shape[1], range(idx, self._end)
-        if (idx, self._end) not in self._stacks:
-            self._stacks[idx, self._end] = FusedStack([self._found[one][0] for one in layers])
-        slots = [self._slots(cache, one, state, mask) for one in layers]
-        most = max(one.keys.shape[2] for one in slots)  # buffers of fewer slots have held drafts that ran few layers
-        slots = [
-            one if one.keys.shape[2] == most else self._grown(i, one, most)
-            for i, one in zip(layers, slots, strict=True)
-        ]
-        end = slots[0].length + width
-        kv = [one.keys for one in slots], [one.values for one in slots]
-        output = self._stacks[idx, self._end](*kv, state, cos, sin, mask, torch.tensor(end))
-        for one, (keys, values, length, are_kept) in zip(layers, slots, strict=True):
-            if are_kept:
-                layer = cache.layers[one]
-                layer.keys, layer.values = keys[:, :, :end], values[:, :, :end]
-            else:
-                cache.update(keys[:, :, length:end], values[:, :, length:end], one)
+        layers = range(idx, self.end)
+        if (idx, self.end) not in self._stacks:
+            self._stacks[idx, self.end] = FusedStack([self._found[one][0] for one in layers])
+        stack = self._stacks[idx, self.end]
+        if idx >= len(cache.layers) or type(cache.layers[idx]) is not DynamicLayer:
+            return self._run_apart(stack, cache, idx, state, cos, sin, mask)
+        length = int(cache.layers[idx].get_seq_length())
+        end = length + state.shape[1]
+        buffers = self._buffers_for(cache, idx, length, state)
+        buffers.take(layers)
+        keys, values = (part[idx : self.end] for part in (buffers.keys, buffers.values))
+        output = stack(keys, values, state, cos, sin, mask, torch.tensor(end))
+        buffers.show(layers, end)
         return output
 
-    def _slots(self, cache: Any, idx: int, state: Tensor, mask: Tensor | None) -> _Slots:
-        """K/V of a layer with slots for a pass over hidden states `state` (rows, width, D), as the mask covers them."""
+    def _buffers_for(self, cache: Any, idx: int, length: int, state: Tensor) -> _Buffers:
+        """Buffers with slots for a pass over hidden states `state` (rows, width, D) behind `length` tokens."""
+        heads, size, (rows, width) = self._found[idx][0].kv_heads, self._found[idx][0].head_size, state.shape[:2]
+        kept = self._buffers.get((heads, size))
+        if kept is None or kept.cache is not cache or kept.rows != rows or kept.num_slots < length + width:
+            slots = length + width + SPARE_SLOTS + length // 4
+            kept = _Buffers(cache, state.new_empty(2, self._num_layers, rows, heads, slots, size))
+            self._buffers[heads, size] = kept
+        return kept
+
+    def _run_apart(
+        self, stack: FusedStack, cache: Any, idx: int, state: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """Run a layer that may hold tokens outside a window, or is not there yet; the cache stores its K/V itself."""
         layer: Any = cache.layers[idx] if idx < len(cache.layers) else None
         fused, (rows, width) = self._found[idx][0], state.shape[:2]
         if layer is None or not layer.is_initialized:
-            new = state.new_empty(2, rows, fused.kv_heads, width, fused.head_size)
-            return _Slots(new[0], new[1], 0, are_kept=False)
-        length = layer.keys.shape[2]
-        if type(layer) is not DynamicLayer:  # with a window, outside which it may hold tokens
-            seen = length if mask is None else mask.shape[-1] - width
-            keys, values = (_extended(part[:, :, length - seen :], width) for part in (layer.keys, layer.values))
-            return _Slots(keys, values, seen, are_kept=False)
-        kept = self._buffers.get(idx)
-        if kept is None or kept[0].shape[2] < length + width or not all(map(_begins, kept, (layer.keys, layer.values))):
-            spare = width + SPARE_SLOTS + length // 4
-            kept = self._buffers[idx] = _extended(layer.keys, spare), _extended(layer.values, spare)
-        return _Slots(*kept, length, are_kept=True)
+            length = 0
+            keys, values = state.new_empty(2, rows, fused.kv_heads, width, fused.head_size)
+        else:
+            stored = layer.keys.shape[2]
+            length = stored if mask is None else mask.shape[-1] - width
+            keys, values = (_extended(part[:, :, stored - length :], width) for part in (layer.keys, layer.values))
+        output = stack([keys], [values], state, cos, sin, mask, torch.tensor(length + width))
+        cache.update(keys[:, :, length:], values[:, :, length:], idx)
+        return output
 
-    def _grown(self, idx: int, slots: _Slots, num_slots: int) -> _Slots:
-        """Put a layer's K/V in a buffer of so many slots."""
-        spare = num_slots - slots.keys.shape[2]
-        kept = self._buffers[idx] = _extended(slots.keys, spare), _extended(slots.values, spare)
-        return _Slots(*kept, slots.length, are_kept=True)
+
+def _changed(idx: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        "the model does not call its layers as in earlier calls",
+        got=f"layer {idx} with other arguments than the output, angles and mask of layer {idx - 1}",
+        expected="what the model did when TIDE was attached",
+        do="Detach TIDE and attach it again after changing how the model runs.",
+    )
 
 
 def _length(cache: Any, idx: int) -> int | None:
-    """The number of slots of a layer that holds all tokens; `None` for other layers, and those that are empty."""
+    """The number of slots of a layer that holds all tokens; `None` for other layers."""
     layer: Any = cache.layers[idx] if idx < len(cache.layers) else None
-    return layer.keys.shape[2] if type(layer) is DynamicLayer and layer.is_initialized else None
+    return int(layer.get_seq_length()) if type(layer) is DynamicLayer else None
 
 
 def _is_plain(cache: Any) -> bool:

@@ -13,7 +13,7 @@ from ..common.choices import EAGER
 from ..kernels.cpu.cpp_kernels import CPU_DTYPES, are_ready
 from ..routers.draft_head import DraftHead
 from ..routers.routers import TIDERouters
-from .fused_layers import FusedLayer, FusedLayers, has_windows_in
+from .fused_layers import FusedLayer, FusedLayers
 from .fused_passes import FusedPasses
 from .layouts import DECODE_ROWS, PYTORCH_LAYOUTS, Layouts, WeightLayout, fastest_layout
 from .linear_gate import (
@@ -124,10 +124,7 @@ class WeightReading:
     def execute_layer(self) -> FusedPasses | None:
         """What runs decoder layers in an eager call, where that is not their own forward; see [`FusedPasses`]."""
         found = {} if self.use_kernels is False else self.fused_layers.with_limits()
-        if not found:
-            return None
-        may_join = not has_windows_in(self.structure.layers[0])  # layers share the model's config
-        return FusedPasses(found, self.structure.num_layers, may_join)
+        return FusedPasses(self.fused_layers, found) if found else None
 
     def measure(self) -> None:
         """Measure what decodes the fastest on this machine, so that no call has to wait for it."""

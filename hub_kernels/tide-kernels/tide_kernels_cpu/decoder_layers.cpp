@@ -206,8 +206,10 @@ class Member {
         some.masks[m] = shared.masks.data() + (call.has_row_masks ? t : place) * call.slots;
       }
       const int64_t kv = (row * call.kv_heads + kv_head) * call.all_slots * size;
+      const bool is_causal = call.may_attend == nullptr && call.mask == nullptr;
+      const int64_t later = is_causal ? call.width - 1 - (first + count - 1) / group : 0;  // slots that none attends to
       kByQueries[count - 1](some, static_cast<const Value*>(layer.keys) + kv, static_cast<const Value*>(layer.values) + kv,
-                            call.slots, size, call.scale);
+                            call.slots - later, size, call.scale);
     });
   }
 
