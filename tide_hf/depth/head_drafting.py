@@ -171,12 +171,16 @@ class HeadRun(LayerRun):
         Returns:
             The tokens, best first, and the probabilities that the base model agrees, (rows, num_tokens) each.
         """
-        self._fill()
+        embeddings, before, previous = self._embed(tokens), None, None
+        if self._pending:  # the K/V of earlier tokens are filled in the same step
+            before, previous = self._take_pending()
         fused = self.draft_hidden_state if self.draft_hidden_state is not None else self.prev_hidden_state
-        embeddings = self._embed(tokens)
         fused = torch.zeros_like(embeddings) if fused is None else fused.to(embeddings)
-        slots, device = self._next_slots(1), embeddings.device
-        attended = attended_slots(mask, slots, self.kv.get_seq_length())
+        if before is not None and previous is not None:
+            embeddings, fused = torch.cat([before, embeddings], dim=1), torch.cat([previous, fused], dim=1)
+        width, device = embeddings.shape[1], embeddings.device
+        slots = self._next_slots(width)
+        attended = attended_slots(mask, slots, self.kv.get_seq_length() + width - 1)
         positions, attended = positions_of(mask, slots).to(device), attended.to(device)
         output = self.head(embeddings, fused, positions, self.kv, attended, self.attention)
         top, scores, self.draft_hidden_state = self.head.draft(output, num_tokens)
@@ -210,6 +214,14 @@ class HeadRun(LayerRun):
         """Fill the K/V of pending tokens."""
         if not self._pending:
             return
+        embeddings, previous = self._take_pending()
+        positions = positions_of(self.mask, self._next_slots(embeddings.shape[1])).to(embeddings.device)
+        if (tree := current_tree()) is not None:
+            positions = positions[:, :1] + tree.depths.to(embeddings.device)
+        self.head.store(embeddings, previous, positions, self.kv)
+
+    def _take_pending(self) -> tuple[Tensor, Tensor]:
+        """Embeddings of the pending tokens, and the fused states of the tokens before them, (rows, width, D) each."""
         embeddings = torch.cat([one.embeddings for one in self._pending], dim=1)
         tapped = torch.cat([one.tapped for one in self._pending], dim=1)
         self._pending.clear()
@@ -217,14 +229,11 @@ class HeadRun(LayerRun):
         fused = on_device(self.head, tapped).fuse(tapped.to(self.head.norm.weight.dtype))
         before = self.prev_hidden_state if self.prev_hidden_state is not None else torch.zeros_like(fused[:, :1])
         previous = torch.cat([before.to(fused), fused[:, :-1]], dim=1)
-        width, embeddings = embeddings.shape[1], embeddings.to(fused.device, fused.dtype)
-        positions = positions_of(self.mask, self._next_slots(width)).to(fused.device)
         if (tree := current_tree()) is not None:
             after = (tree.parents + 1)[..., None].to(fused.device).expand(-1, -1, fused.shape[-1])
             previous = torch.cat([before.to(fused), fused], dim=1).gather(1, after)
-            positions = positions[:, :1] + tree.depths.to(fused.device)
-        self.head.store(embeddings, previous, positions, self.kv)
         self.last_hidden_states, self.prev_hidden_state = fused, fused[:, -1:]
+        return embeddings.to(fused.device, fused.dtype), previous
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """(rows, width, D) embeddings of tokens, by the head's own table or the base model's."""

@@ -193,15 +193,17 @@ class DraftHead(nn.Module):
         mask: Tensor | None,
         attention: Attention = attend,
     ) -> Tensor:
-        """Run the head on one token for each row, and store its K/V.
+        """Store the K/V of tokens, and run the head on the last one of each row.
 
-        Args are as for [`store`] with a width of 1; `mask` (rows, slots) is true at the slots that are attended to,
-        the new one included; `None` for all. Returns its output (rows, 1, D), before its norm.
+        Args are as for [`store`]; `mask` (rows, slots) is true at the slots that the last token attends to, its own
+        included; `None` for all. Returns its output (rows, 1, D), before its norm.
         """
         layer: Any = self.layers[0]
         inputs, residual = self.inputs(embeddings, fused)
         rope = self.rope(inputs, positions)
         keys, values = self._store(inputs, rope, kv)
+        if inputs.shape[1] > 1:
+            inputs, residual, rope = inputs[:, -1:], residual[:, -1:], (rope[0][:, -1:], rope[1][:, -1:])
         queries = rotate(layer.self_attn.queries(inputs), rope)
         mask = None if mask is None else mask[:, None, None]
         return self.after_attention(residual, attention(queries, keys, values, mask).flatten(2))
