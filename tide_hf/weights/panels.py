@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..common.huge_pages import empty_in_huge_pages
+
 PANEL_ROWS = 16
 INT4_COLUMNS = 8  # of a row, in 4 bytes next to each other
 
@@ -37,7 +39,8 @@ def scales_in_panels(scales: Tensor, zeros: Tensor) -> Tensor:
 
 def _panels_of(weight: Tensor, together: int) -> Tensor:
     padded = _padded(weight)
-    return padded.view(-1, PANEL_ROWS, padded.shape[1] // together, together).permute(0, 2, 1, 3).contiguous()
+    panels = padded.view(-1, PANEL_ROWS, padded.shape[1] // together, together).permute(0, 2, 1, 3)
+    return empty_in_huge_pages(panels.shape, panels.dtype).copy_(panels)
 
 
 def _padded(weight: Tensor) -> Tensor:
