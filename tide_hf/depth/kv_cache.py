@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -83,6 +84,23 @@ def fill_for(strategy: str, config: Any) -> Callable[..., None]:
             do="Set routers.config.kv_cache_strategy = 'recompute'.",
         )
     return fill_skipped if strategy == "propagate" else fill_zeros
+
+
+@contextmanager
+def kv_in_float32(cache: Any, dtype: torch.dtype, is_returned: bool) -> Iterator[None]:
+    """The context in which a call's K/V are in float32; a cache that is returned has them in the model's `dtype`."""
+    _convert(cache, torch.float32)
+    try:
+        yield
+    finally:
+        if is_returned:
+            _convert(cache, dtype)
+
+
+def _convert(cache: Any, dtype: torch.dtype) -> None:
+    for layer in getattr(cache, "layers", ()):
+        if isinstance(getattr(layer, "keys", None), Tensor) and layer.keys.is_floating_point():
+            layer.keys, layer.values, layer.dtype = layer.keys.to(dtype), layer.values.to(dtype), dtype
 
 
 def find_cache(model_kwargs: dict[str, Any], user: str, static: str, moves_rows: bool = False) -> Cache:

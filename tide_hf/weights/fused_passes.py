@@ -17,6 +17,8 @@ from transformers.cache_utils import DynamicLayer
 from ..base_model.structure import CACHE
 from ..depth.gates import LayerGate, active_run, input_state
 from .fused_layers import FusedLayer, FusedStack
+from .layouts import sum_alike
+from .linear_gate import layouts_now
 
 SPARE_SLOTS = 64  # of a buffer, besides a quarter of those that are filled
 
@@ -60,7 +62,7 @@ class FusedPasses:
                 raise AssertionError("layers of one pass got different arguments")  # a bug in tide_hf
             return gate.with_state(None, state)
         fused, limit = self._found.get(idx, (None, 0))
-        suits = fused is not None and state.shape[0] * state.shape[1] <= limit and _is_plain(kwargs.get(CACHE))
+        suits = fused is not None and _may_run(state.shape[0] * state.shape[1], limit) and _is_plain(kwargs.get(CACHE))
         taken = fused.arguments_of(args, kwargs) if fused is not None and suits else None
         if taken is None:
             output = gate.native(*args, **kwargs)
@@ -87,7 +89,7 @@ class FusedPasses:
         most, length = run.joined_layers(idx) if self._is_chain and run is not None else end, _length(cache, idx)
         while end < most and length is not None:
             fused, limit = self._found.get(end, (None, 0))
-            is_alike = fused is not None and tokens <= limit and fused.is_like(self._found[idx][0])
+            is_alike = fused is not None and _may_run(tokens, limit) and fused.is_like(self._found[idx][0])
             if not is_alike or _length(cache, end) != length:
                 break
             end += 1
@@ -137,6 +139,11 @@ class FusedPasses:
         spare = num_slots - slots.keys.shape[2]
         kept = self._buffers[idx] = _extended(slots.keys, spare), _extended(slots.values, spare)
         return _Slots(*kept, slots.length, are_kept=True)
+
+
+def _may_run(tokens: int, limit: int) -> bool:
+    """Whether the kernel runs a pass: up to the limit, or all of those whose sums may not depend on their width."""
+    return tokens <= limit or sum_alike(layouts_now())
 
 
 def _length(cache: Any, idx: int) -> int | None:
