@@ -242,7 +242,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         except UnsupportedOptionError:
             cls.detach(model)
             raise
-        logger.info("%s computes in %s", type(model).__name__, dtype)
+        logger.info("%s computes in %s", type(model).__name__, str(dtype).removeprefix("torch."))
         with upcasting(dtype is not model.dtype):
             attachment.weights.measure()
         if device.type == "cpu":

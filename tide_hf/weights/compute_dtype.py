@@ -124,7 +124,8 @@ class ComputeDtype:
         types = {type(one).__name__ for one in layers[0].parameters()}
         name = f"{num_layers} layers of {type(model).__name__} in {model.dtype} and in float32, {types}, {sizes}"
         own, upcast = measured(name, 2, partial(self._measure, model, num_layers))
-        logger.info("passes in float32 take %.2f times as long as in %s", upcast / own, model.dtype)
+        name = str(model.dtype).removeprefix("torch.")
+        logger.info("passes in float32 take %.2f times as long as in %s", upcast / own, name)
         return own >= LEAST_SPEED * upcast
 
     @torch.inference_mode(False)
