@@ -3,6 +3,7 @@
 import pytest
 import torch
 from drafters import use_drafter
+from families import slow_but, tiny_model
 from on_steps import OPTIONS, as_traced, new_tokens, prompts, use_steps
 from quantized_weights import quantize
 
@@ -71,3 +72,26 @@ def test_of_passes_of_any_width_of_trees_and_of_batches(tiny_llama, monkeypatch,
     model = attached(tiny_llama(**LLAMA), kind, engine)
     check_logits(model, prompts())
     check_logits(model, prompts(rows=3, pads=3), widths=(2, 3, 5, 16))
+
+
+DENSE = (
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3",
+    "olmo2",
+    "smollm3",
+    "starcoder2",
+    "phi",
+    "gemma3_text",
+    "granite",
+    "cohere2",
+)
+DENSE += ("stablelm", "gpt_neox")
+
+
+@pytest.mark.parametrize(("kind", "family"), slow_but(("gemma3_text", "olmo2"), DENSE, "bfloat16 in float32"))
+def test_of_dense_families_whose_layers_run_by_their_own_forward(kind, family):
+    """With inner sizes that registers divide, as those of all models that people use."""
+    model = attached(tiny_model(family, attention="sdpa", intermediate_size=64), kind)
+    check_logits(model, prompts(), widths=(2, 3, 5, 16))
