@@ -109,7 +109,7 @@ def streamed(answer: Callable[[DraftStreamer], Run], tokenizer: Any) -> Iterator
 def table(results: Sequence[Result]) -> str:
     """The figures, as Markdown; plain `generate` first."""
     plain, tide = results
-    speedup = "differs" if tide.speedup is None else f"{tide.speedup:.2f}"
+    speedup = f"{tide.speedup:.2f}"
     accepted = "" if tide.acceptance_rate is None else f"{tide.acceptance_rate:.0%}"
     tokens = "equal to generate's" if tide.num_equal else f"the first {tide.same_start:.0%} are generate's"
     lines = [

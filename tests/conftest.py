@@ -120,7 +120,7 @@ def on_some_cpu(request, fresh_kernels, monkeypatch):
 @pytest.fixture
 def no_fused_layers(monkeypatch):
     """No call of a kernel runs whole layers, whatever was measured on this machine."""
-    monkeypatch.setattr(FusedLayers, "with_limits", lambda _: {})
+    monkeypatch.setattr(FusedLayers, "with_limits", lambda *_: {})
 
 
 @pytest.fixture(scope="session")

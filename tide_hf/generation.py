@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
 from torch import Tensor, nn
 
+from .base_model.structure import CACHE
 from .base_model.wrappers import leave_uncompiled
 from .common.busy import busy_note
-from .common.choices import EAGER, ENGINES, MODES, check_choice
+from .common.choices import EAGER, ENGINES, MODES, check_choice, check_compute_dtype
 from .common.errors import UnsupportedModelError, UnsupportedOptionError
 from .common.stats import ExitStats
 from .depth.early_exit import RecomputeRun
 from .depth.gates import active, active_run
+from .depth.kv_cache import kv_in_float32
 from .engines.warm_up import checked_rows, prepare_eager, warm_up
 from .modes.early_exit import EXIT_OPTIONS, exit_early
 from .modes.self_speculative import decode_plainly, speculate
@@ -22,8 +25,9 @@ from .routers.config import check_exit_threshold
 from .speculation.attachment import Attachment
 from .speculation.call import Call, check_call
 from .speculation.protocols import DrafterFactory
+from .weights.upcast import upcasting
 
-CALL_OPTIONS = ("tide_mode", "tide_engine", "tide_strict", *EXIT_OPTIONS)
+CALL_OPTIONS = ("tide_mode", "tide_engine", "tide_strict", "compute_dtype", *EXIT_OPTIONS)
 
 
 class TIDEGenerationMixin:
@@ -46,7 +50,7 @@ class TIDEGenerationMixin:
         config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)  # type: ignore[misc]
         for name, value in options.items():
             if value is not None:
-                setattr(config, name, value)
+                setattr(config, name, check_compute_dtype(value) if name == "compute_dtype" else value)
         if "use_cache" not in kwargs and self.generation_config.use_cache is False:
             config.use_cache = True  # training often leaves `use_cache=False` in the model's own config
         return config, model_kwargs
@@ -73,10 +77,26 @@ class TIDEGenerationMixin:
         if generation_config.is_assistant:  # this model drafts for another model: full depth, no statistics
             return sample()
         attachment = self._tide
-        mode = check_choice("tide_mode", getattr(generation_config, "tide_mode", None) or attachment.mode, MODES)
+        name = getattr(generation_config, "compute_dtype", None)
+        name = None if name is None else check_compute_dtype(name)
         engine = check_choice(
             "tide_engine", getattr(generation_config, "tide_engine", None) or attachment.engine, ENGINES
         )
+        dtype = attachment.compute.of_call(self, name, engine)
+        upcast = dtype is not self.dtype
+        kv = (call.model_kwargs.get(CACHE), self.dtype, call.cache_is_returned)
+        with upcasting(upcast), kv_in_float32(*kv) if upcast else nullcontext():
+            result, stats = self._decoded(call, engine, sample, make_drafter)
+        stats.dtype, stats.compute_dtype = (str(one).removeprefix("torch.") for one in (self.dtype, dtype))
+        self.last_exit_stats = stats
+        return result
+
+    def _decoded(
+        self, call: Call, engine: str, sample: Callable[[], Any], make_drafter: DrafterFactory | None
+    ) -> tuple[Any, ExitStats]:
+        """Decode a call; return its result, and its counts."""
+        attachment, generation_config, rows = self._tide, call.generation_config, call.input_ids
+        mode = check_choice("tide_mode", getattr(generation_config, "tide_mode", None) or attachment.mode, MODES)
         if getattr(generation_config, "exit_threshold", None) is not None:
             check_exit_threshold(generation_config.exit_threshold)
         try:
@@ -87,27 +107,20 @@ class TIDEGenerationMixin:
             strict = getattr(generation_config, "tide_strict", None)
             if mode != "self_speculative" or (attachment.strict if strict is None else strict):
                 raise
-            result, stats = decode_plainly(self, call, error, sample)
-            return self._noted(result, stats)
+            return decode_plainly(self, call, error, sample)
         generation_config.max_length = call.max_length
         for name in ("tokenizer", "assistant_tokenizer"):  # already passed to the stopping criteria
-            model_kwargs.pop(name, None)
+            call.model_kwargs.pop(name, None)
         leave_uncompiled(generation_config)
         warm_up_seconds = attachment.engines[engine].warm_up_seconds
         if mode == "self_speculative":
             result, stats = speculate(self, call, engine, make_drafter)
         else:
             result, stats = exit_early(self, call, mode, engine, sample, super().__call__)  # type: ignore[misc]
-        attachment.weights.add_decoded(stats.total_tokens / len(input_ids))
-        stats.busy_note = busy_note() if input_ids.device.type == "cpu" else None
+        attachment.weights.add_decoded(stats.total_tokens / len(rows))
+        stats.busy_note = busy_note() if rows.device.type == "cpu" else None
         stats.warm_up_s = attachment.engines[engine].warm_up_seconds - warm_up_seconds
-        return self._noted(result, stats)
-
-    def _noted(self, result: Any, stats: ExitStats) -> Any:
-        """Keep the statistics of a call; return its result."""
-        stats.dtype = str(self.dtype).removeprefix("torch.")
-        self.last_exit_stats = stats
-        return result
+        return result, stats
 
     def tide_release(self) -> None:
         """Free the memory that TIDE retains between calls; later calls allocate it again.
@@ -142,7 +155,7 @@ class TIDEGenerationMixin:
         chosen = check_choice("engine", engine or attachment.engine, ENGINES)
         numbers = checked_rows(rows, max_length)
         if chosen == EAGER:
-            return prepare_eager(attachment.weights)
+            return prepare_eager(self, attachment)
         return warm_up(self, attachment, chosen, numbers, max_length)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, fields
 from typing import Any
+
+import torch
 
 from .base_model.structure import find_structure, input_device
 from .base_model.unembed import Unembed
 from .base_model.wrappers import base_inside, check_uncompiled, check_wrapper
 from .common.busy import warn_if_busy
-from .common.choices import ENGINES, MODES, REMEMBERED_TOKENS, SUCCESSORS, check_choice, check_limit
-from .common.errors import ConfigurationError, UnsupportedModelError
+from .common.choices import (
+    AUTO,
+    ENGINES,
+    MODES,
+    REMEMBERED_TOKENS,
+    SUCCESSORS,
+    check_choice,
+    check_compute_dtype,
+    check_limit,
+)
+from .common.errors import ConfigurationError, UnsupportedModelError, UnsupportedOptionError
 from .depth.gates import open_gates, remove_gates
 from .depth.multi_token_passes import check_widths
 from .engines.kinds import new_engines
@@ -24,7 +36,11 @@ from .routers.routers import TIDERouters
 from .speculation.answer_memory import AnswerMemory
 from .speculation.attachment import Attachment, hybrid_drafter
 from .speculation.successors import SuccessorTable
+from .weights.compute_dtype import ComputeDtype
 from .weights.reading import WeightReading
+from .weights.upcast import upcasting
+
+logger = logging.getLogger(__name__)
 
 PACK_WEIGHTS = (True, False, "auto")
 Routers = TIDERouters | str | os.PathLike[str] | None
@@ -64,6 +80,12 @@ class AttachOptions:
         successors: Maximum number of tokens for each of which the eight likeliest next ones are kept, as this model's
             passes in `self_speculative` gave them, to draft from; 0 keeps none. As with `remembered_tokens`, they stay
             in RAM, and drafts never change an answer.
+        compute_dtype: Dtype of activations, K/V and sums, `torch.float32` or the model's own, as a dtype or by name.
+            With float32, a model in half precision, or quantised over such, keeps its weights as they are, and gives
+            the answers of the same model loaded in float32. `"auto"`: float32 on CPUs where kernels are at hand and
+            it is measured no slower than 0.95 of the model's dtype, else the model's dtype; `last_exit_stats` says
+            which. Refused by name on GPUs, for models that read images, recurrent models, adapters, and models whose
+            code rounds by itself. A call may name another one.
     """
 
     mode: str = "self_speculative"
@@ -75,12 +97,14 @@ class AttachOptions:
     strict: bool = False
     remembered_tokens: int = REMEMBERED_TOKENS
     successors: int = SUCCESSORS
+    compute_dtype: str | torch.dtype = AUTO
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, MODES)
         check_choice("pack_weights", self.pack_weights, PACK_WEIGHTS)
         check_choice("use_kernels", self.use_kernels, USE_KERNELS)
         check_choice("engine", self.engine, ENGINES)
+        check_compute_dtype(self.compute_dtype)
         check_limit(remembered_tokens=self.remembered_tokens, successors=self.successors)
         if self.exit_threshold is not None:
             check_exit_threshold(self.exit_threshold)
@@ -177,6 +201,7 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         if loaded is not None:
             loaded.check_base_model(model, ignore_base_mismatch=chosen.ignore_base_mismatch)
         device = input_device(model)
+        weights = WeightReading(structure, loaded, chosen.pack_weights, chosen.use_kernels)
         attachment = Attachment(
             base_class=model._tide.base_class if _is_attached(model) else type(model),
             structure=structure,
@@ -184,7 +209,8 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
                 model, structure, load_kernels(use_kernels=chosen.use_kernels, device=device, dtype=model.dtype)
             ),
             routers=loaded,
-            weights=WeightReading(structure, loaded, chosen.pack_weights, chosen.use_kernels),
+            weights=weights,
+            compute=ComputeDtype(structure, weights, check_compute_dtype(chosen.compute_dtype)),
             mode=chosen.mode,
             exit_threshold=chosen.exit_threshold,
             make_drafter=hybrid_drafter,
@@ -205,13 +231,20 @@ class TIDEModelForCausalLM(metaclass=_InstanceCheck):
         if loaded is not None:
             loaded.place(device, model.dtype)
         cls.detach(model)
-        attachment.weights.open()
+        attachment.weights.open(model)
         open_gates(structure)
         model.__class__ = attached_class(attachment.base_class)
         model._tide = attachment
         model.last_exit_stats = None
-        build_while_attaching(attachment.weights)
-        attachment.weights.measure()
+        build_while_attaching(attachment.weights, attachment.compute.may_upcast(model))
+        try:
+            dtype = attachment.compute.of_call(model, None, chosen.engine)
+        except UnsupportedOptionError:
+            cls.detach(model)
+            raise
+        logger.info("%s computes in %s", type(model).__name__, str(dtype).removeprefix("torch."))
+        with upcasting(dtype is not model.dtype):
+            attachment.weights.measure()
         if device.type == "cpu":
             warn_if_busy(measure=True)
         return given

@@ -100,12 +100,12 @@ def results_of(*answers, dtype="float32"):
     return [plain, tide, engine]
 
 
-def table_of(prompts, results):
+def table_of(prompts, results, headings=HEADINGS):
     console = Console(file=io.StringIO(), width=80)
     console.print(demo.comparison_table(prompts, results))
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert max(map(len, lines)) <= 80
-    assert " ".join("\n".join(lines[:2]).split()) == HEADINGS
+    assert " ".join("\n".join(lines[:2]).split()) == headings
     return [line.split() for line in lines if set(line) - set(" \N{BOX DRAWINGS LIGHT HORIZONTAL}")][2:]
 
 
@@ -119,12 +119,20 @@ def test_a_table_of_speed_what_engine_and_drafts_gain_equality_and_tokens_a_pass
     assert rows[2] == ["all", "2.0", "5.3", "2.67", "2.00", "1.33", "yes", "3.75"]
 
 
-@pytest.mark.parametrize(("dtype", "speed"), [("float32", ["differs"]), ("bfloat16", ["1.75", "2.00", "0.88"])])
-def test_a_speed_is_shown_for_tokens_that_differ_below_float32_alone(dtype, speed):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_speed_is_shown_beside_what_tokens_are_equal_to(dtype):
     tokens = list(range(8))
     answers = (4.0, 2.0, 2.0, tokens, tokens, 7, 0), (4.0, 2.0, 2.0, tokens, tokens[1:], 7, 0)
-    rows = table_of(["one", "two"], results_of(*answers, dtype=dtype))
+    results = results_of(*answers, dtype=dtype)
+    rows = table_of(["one", "two"], results)
     assert rows[0] == ["one", "2.0", "4.0", "2.00", "2.00", "1.00", "yes", "1.00"]
-    assert rows[1] == ["two", "2.0", "3.5", *speed, "0", "of", "1", "1.00"]
+    assert rows[1] == ["two", "2.0", "3.5", "1.75", "2.00", "0.88", "0", "of", "1", "1.00"]
     assert rows[2][-4:] == ["1", "of", "2", "1.00"]
-    assert ("differs" in rows[2]) == (dtype == "float32")
+    for result, equal in zip(results, [(True, False), (True, True), (True, True)], strict=True):
+        for prompt, as_float32 in zip(result.prompts, equal, strict=True):
+            prompt.as_float32 = as_float32
+    found = table_of(
+        ["one", "two"], results, HEADINGS.replace("tokens tokens/", "as float32 tokens/").replace("equal", "plain/TIDE")
+    )
+    assert [row[-2:] for row in found[:2]] == [["yes/yes", "1.00"], ["no/yes", "1.00"]]
+    assert found[2][-4:] == ["1/2", "of", "2", "1.00"]

@@ -106,7 +106,7 @@ def test_batches_and_long_prompts_use_gqa_attention(
     TIDEModelForCausalLM.attach(model, draft_head_for(model), use_kernels=use_kernels)
     use_drafter(model, "right", expected[:, length:].tolist())
     assert torch.equal(model.generate(**batch, **OPTIONS), expected)
-    assert bool(attended) == attends
+    assert (length in attended) == attends
     assert bool(kernel_calls) == may_use_kernel
     assert model.config._attn_implementation == "sdpa"
 

@@ -1,5 +1,6 @@
 """The benchmark: order of runs, ratios, and a baseline without code of this library."""
 
+import copy
 import itertools
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -81,19 +82,33 @@ def test_ratios_are_of_medians_and_leave_the_warm_up_out(stub):
     assert results[1].acceptance_rate == 3 / 4
 
 
-@pytest.mark.parametrize(
-    ("lossless", "dtype", "speedup"),
-    [(True, torch.float32, None), (True, torch.bfloat16, 2.0), (False, torch.float32, 2.0)],
-)
-def test_only_in_float32_a_lossless_method_with_other_tokens_gets_no_speedup(stub, lossless, dtype, speedup):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_method_with_other_tokens_gets_a_speedup_beside_how_many_answers_are_equal(stub, dtype):
     plain = stub("plain", [1, 2, 3, 4], [1.0])
-    other = stub("other", [1, 2, 9, 4], [0.5], lossless=lossless)
+    other = stub("other", [1, 2, 9, 4], [0.5])
     other.model.dtype = dtype
     result = benchmark.compare([plain, other], prompts(1), max_new_tokens=4, repeats=1)[1]
     assert result.num_equal == 0
+    assert result.num_as_float32 is None  # the plain model is not in half precision
     assert result.same_start == 0.5
-    assert result.to_dict()["speedup"] == result.speedup == speedup
+    assert result.method.must_be_equal == (dtype is torch.float32)
+    assert result.to_dict()["speedup"] == result.speedup == 2.0
     assert benchmark.same_start([1, 2], [1, 2, 3]) == benchmark.same_start([], [1]) == 1.0
+
+
+def test_below_float32_answers_are_compared_with_those_of_the_weights_in_float32(tiny_llama, monkeypatch):
+    model = tiny_llama(eos_token_id=None).to(torch.bfloat16)
+    methods = tide_methods(model, None, ["self_speculative"], compute_dtype="float32")
+    inputs = [{"input_ids": torch.tensor([[3, 4, 5 + one] * 4])} for one in range(4)]
+    plain, ours = benchmark.compare(methods, inputs, max_new_tokens=24, repeats=1)
+    exact = copy.deepcopy(model).float()
+    answers = [exact.generate(**one, do_sample=False, max_new_tokens=24)[0, 12:].tolist() for one in inputs]
+    own = [prompt.runs[0].new_tokens == answer for prompt, answer in zip(plain.prompts, answers, strict=True)]
+    assert ours.num_as_float32 == 4
+    assert plain.num_as_float32 == sum(own) < 4
+    assert [prompt.to_dict()["as_float32"] for prompt in plain.prompts] == own
+    monkeypatch.setattr(benchmark, "copy_if_it_fits", lambda *_: None)
+    assert benchmark.compare(methods, inputs[:1], max_new_tokens=2, repeats=1)[0].num_as_float32 is None
 
 
 @pytest.mark.parametrize(

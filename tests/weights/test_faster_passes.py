@@ -66,7 +66,7 @@ def test_weights_stay_as_they_are_where_that_has_no_gain_or_no_room(tiny_llama, 
 def test_calibration_runs_them(tiny_llama, tiny_tokenizer, monkeypatch):
     used = set()
     monkeypatch.setattr(
-        SingleLayoutGate, "prepare", lambda self, rows, layouts: used.add(self.module) or self.convert(PrepackedWeight)
+        SingleLayoutGate, "prepare", lambda self, *_: used.add(self.module) or self.convert(PrepackedWeight)
     )
     model = tiny_llama()
     options = {"samples": 20, "max_length": 8, "exit_layers": [1, 2], "batch_size": 8, "progress": False}

@@ -161,7 +161,7 @@ def test_changed_weights_are_read_in_the_next_pass(attached, monkeypatch, layout
 def test_a_weight_that_cannot_be_converted_is_tried_again_once_it_has_changed(monkeypatch, caplog, layout):
     linear, memory = nn.Linear(32, 32), 2**50
     gate, convert = LinearGate(linear), layout._convert
-    monkeypatch.setattr(linear_gate, "fastest_layout", lambda _, __, layouts: next(iter(layouts), None))
+    monkeypatch.setattr(linear_gate, "fastest_layout", lambda _, __, layouts, *_of: next(iter(layouts), None))
     if layout is PrepackedWeight:  # other weights lack values that the layout can hold
         monkeypatch.setattr(layout, "_convert", lambda *_: torch.empty(memory))
     assert gate.prepare(1, (layout,)) is None

@@ -29,7 +29,7 @@ OPTIONS = {"max_new_tokens": 8, "do_sample": False}
 def _packed_weights_are_the_fastest(monkeypatch):
     """Whatever this machine is, and no layer runs as two kernels."""
     set_fastest_layouts(monkeypatch)
-    monkeypatch.setattr(FusedLayers, "with_limits", lambda _: {})
+    monkeypatch.setattr(FusedLayers, "with_limits", lambda *_: {})
 
 
 def test_the_draft_head_and_the_draft_vocabulary_are_packed(tiny_llama):

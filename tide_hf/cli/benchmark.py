@@ -125,28 +125,29 @@ def comparison_table(results: Sequence[Result], num_layers: int) -> Table:
     title = f"{prompts} {'prompt' if prompts == 1 else 'prompts'}, {num_layers} layers, greedy"
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, title=title)  # fits 80 columns
     table.add_column("\ndecoding", no_wrap=True)
-    for column in ("\ntokens/s", "\nspeed-up", "\nby prompt", "layers/\ntoken", "drafts\naccepted", "equal\ntokens"):
+    knows_float32 = results[0].num_as_float32 is not None
+    equality = "as in\nfloat32" if knows_float32 else "equal\ntokens"
+    for column in ("\ntokens/s", "\nspeed-up", "\nby prompt", "layers/\ntoken", "drafts\naccepted", equality):
         table.add_column(column, justify="right", no_wrap=True)
     for position, result in enumerate(results):
         is_plain = position == 0
         layers = num_layers if is_plain else result.layers_per_token
         acceptance = result.acceptance_rate
-        equal = "yes" if result.num_equal == prompts else f"{result.num_equal} of {prompts}"
+        num_equal = result.num_as_float32 if knows_float32 else result.num_equal
+        equal = "yes" if num_equal == prompts else f"{num_equal} of {prompts}"
         table.add_row(
             result.method.name,
             f"{result.tokens_per_s:.1f}",
             *(("1.00", "") if is_plain else _speedup(result)),
             "" if layers is None else f"{layers:.1f}",
             "" if acceptance is None else f"{acceptance:.0%}",
-            "" if is_plain else equal,
+            "" if is_plain and not knows_float32 else equal,
         )
     return table
 
 
 def _speedup(result: Result) -> tuple[str, str]:
-    """Format the overall speed-up and its range over prompts; "differs" if tokens differ and must not."""
-    if result.speedup is None:
-        return "differs", ""
+    """Format the overall speed-up and its range over prompts."""
     per_prompt = [prompt.speedup for prompt in result.prompts]
     return f"{result.speedup:.2f}", f"{min(per_prompt):.2f}-{max(per_prompt):.2f}"
 
@@ -157,14 +158,19 @@ def notes(results: Sequence[Result], max_new_tokens: int) -> list[str]:
         f"Tokens per second: at most {max_new_tokens} new tokens, prefill included, {runs_note(results)}, after an "
         "untimed one. Speed-up over generate of the same weights in this process."
     ]
+    if results[0].num_as_float32 is not None:
+        lines.append(
+            "As in float32: answers that are generate's of the same weights loaded in float32. Rounding in a lower "
+            "precision decides near-ties, so generate's own answers may differ from these."
+        )
     for result in results:
         name, threshold = result.method.name, result.method.exit_threshold
         if result.method.lossless and result.num_equal < len(result.prompts):
             lines.append(
-                f"{name}: tokens differ from generate's, which in float32 is an error, so no speed-up is given."
+                f"{name}: tokens differ from generate's, which in float32 is an error."
                 if result.method.must_be_equal
-                else f"{name}: below float32 rounding depends on the number of tokens per pass, so that an answer may "
-                "differ after a near-tie, as it does between generate and generate in another batch."
+                else f"{name}: {result.num_equal} of {len(result.prompts)} answers are generate's own. Below float32 "
+                "one may differ after a near-tie, as it does between generate and generate in another batch."
             )
         if threshold is not None:
             lines.append(

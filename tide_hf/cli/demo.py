@@ -20,6 +20,7 @@ from ..evaluation.benchmark import (
     PromptResult,
     Result,
     compare_with,
+    compare_with_float32,
     forget_answers,
     run_each,
     runs_note,
@@ -37,7 +38,8 @@ NAMES = ("plain generate", "with TIDE")
 UNTIMED_TOKENS = 8  # of each, before the first prompt, since a first call allocates buffers
 REPEATS = 3  # of which the table shows the median; only the first run is streamed
 MAX_SECONDS = 45  # with a loaded model, after which no built-in prompt or repeat begins: the table does not wait long
-COLUMNS = ("plain\ntokens/s", "TIDE\ntokens/s", "\nspeed", "by\nengine", "by\ndrafts", "tokens\nequal", "tokens/\npass")
+EQUAL, AS_FLOAT32 = "tokens\nequal", "as float32\nplain/TIDE"  # the latter below float32
+COLUMNS = ("plain\ntokens/s", "TIDE\ntokens/s", "\nspeed", "by\nengine", "by\ndrafts", EQUAL, "tokens/\npass")
 PROMPT_WIDTH = 26  # characters of a prompt in the table, which fits 80 columns
 
 
@@ -76,6 +78,8 @@ def run(args: argparse.Namespace) -> None:
                 run_each(results, inputs[: len(prompts)], args.max_new_tokens)
     for result in results:
         compare_with(results[0], result)
+    with waiting(waits, "Answering in float32, to compare"):
+        compare_with_float32(results, inputs[: len(prompts)], args.max_new_tokens)
     _print_table(prompts, results, args, console)
     if args.json:
         limit = {"max_new_tokens": args.max_new_tokens}
@@ -91,6 +95,8 @@ def _print_table(prompts: Sequence[str], results: Sequence[Result], args: argpar
         "Speed is what the engine gains (kernels and the layout of weights, measured without drafts) times what drafts "
         "gain, by more tokens a pass."
     )
+    if results[0].num_as_float32 is not None:
+        note += " As float32: whether an answer is that of the same weights loaded in float32, by plain generate."
     console.print(note, style="dim", highlight=False)
     console.print(
         f"At length, with all modes and transformers' own methods: tide-hf benchmark {args.model}",
@@ -103,8 +109,10 @@ def _print_table(prompts: Sequence[str], results: Sequence[Result], args: argpar
 def comparison_table(prompts: Sequence[str], results: Sequence[Result]) -> Table:
     """Speed and tokens of TIDE beside plain `generate`, and TIDE's engine alone: a row per prompt, and one for all."""
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, show_footer=len(prompts) > 1)
-    table.add_column("\nprompt", "all", no_wrap=True, max_width=PROMPT_WIDTH)
-    for heading, footer in zip(COLUMNS, _cells(*results), strict=True):
+    knows_float32 = results[0].num_as_float32 is not None
+    table.add_column("\nprompt", "all", no_wrap=True, max_width=PROMPT_WIDTH - 4 * knows_float32)
+    headings = [AS_FLOAT32 if knows_float32 and heading == EQUAL else heading for heading in COLUMNS]
+    for heading, footer in zip(headings, _cells(*results), strict=True):
         table.add_column(heading, footer, justify="right", no_wrap=True)
     for position, prompt in enumerate(prompts):
         parts = [Result(result.method, [result.prompts[position]]) for result in results]
@@ -117,8 +125,9 @@ def _cells(plain: Result, tide: Result, engine: Result) -> list[str]:
     count = len(tide.prompts)
     ratios = [tide.tokens_per_s / plain.tokens_per_s, engine.tokens_per_s / plain.tokens_per_s]
     factors = [f"{ratio:.2f}" for ratio in (*ratios, ratios[0] / ratios[1])]
-    if any(result.method.must_be_equal and result.num_equal < count for result in (tide, engine)):
-        factors = ["differs", "", ""]
     equal = "yes" if tide.num_equal == count else f"{tide.num_equal} of {count}"
+    if plain.num_as_float32 is not None:
+        both = plain.num_as_float32, tide.num_as_float32
+        equal = "/".join("yes" if one else "no" for one in both) if count == 1 else f"{both[0]}/{both[1]} of {count}"
     rates = [f"{result.tokens_per_s:.1f}" for result in (plain, tide)]
     return [*rates, *factors, equal, f"{tide.tokens_per_pass:.2f}"]

@@ -9,6 +9,7 @@ from .errors import ConfigurationError, short
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 DTYPES = ("float32", "bfloat16", "float16")
+AUTO = "auto"
 MODES = ("self_speculative", "early_exit", "post_hoc")
 EAGER = "eager"
 ENGINES = (EAGER, "compiled")
@@ -27,6 +28,12 @@ def check_choice(name: str, value: Any, choices: tuple[str | bool, ...]) -> Any:
         expected = "one of " + ", ".join(repr(choice) for choice in choices)
         raise ConfigurationError(f"unknown {name}", got=short(value), expected=expected, do=f"Choose another {name}.")
     return value
+
+
+def check_compute_dtype(value: Any) -> str:
+    """Return the name of a dtype to compute in, given as a name or as PyTorch's dtype; raise if it is none."""
+    name = str(value).removeprefix("torch.") if type(value).__name__ == "dtype" else value
+    return str(check_choice("compute_dtype", name, (AUTO, *DTYPES)))
 
 
 def check_share(name: str, value: object, *, usual: float) -> None:

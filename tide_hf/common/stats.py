@@ -25,6 +25,7 @@ class ExitStats:
         accepted: Draft tokens that the base model accepted and that are part of the output.
         engine: The engine that ran the layers.
         dtype: The model's dtype.
+        compute_dtype: The dtype of activations, K/V and sums.
         fallback_reason: Why transformers' own loop decoded the call at full depth; `None` if TIDE decoded it. After
             a fallback, `layers_executed` is that of plain decoding.
         warm_up_s: Seconds that the call spent on engine warm-up, which later calls do not need.
@@ -42,6 +43,7 @@ class ExitStats:
     accepted: int = 0
     engine: str = "eager"
     dtype: str = ""
+    compute_dtype: str = ""
     fallback_reason: str | None = None
     warm_up_s: float = field(default=0.0, compare=False)
     rule_is_exact: bool = True
@@ -86,10 +88,13 @@ class ExitStats:
 
     def headlines(self) -> list[str]:
         """Depth, engine and acceptance of the call in a few lines."""
+        dtypes = (
+            self.dtype if self.compute_dtype in ("", self.dtype) else f"{self.dtype} computed in {self.compute_dtype}"
+        )
         lines = [] if self.fallback_reason is None else [f"decoded plainly, without TIDE: {self.fallback_reason}"]
         lines.append(
             f"{self.mode}: {self.total_tokens} tokens, {self.depth_fraction * self.num_layers:.1f} of "
-            f"{self.num_layers} layers per token ({self.depth_fraction:.0%}), engine {self.engine!r}, {self.dtype}"
+            f"{self.num_layers} layers per token ({self.depth_fraction:.0%}), engine {self.engine!r}, {dtypes}"
         )
         if self.rounds:
             lines.append(

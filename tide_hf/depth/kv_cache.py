@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,23 @@ from ..base_model.structure import CACHE
 from ..common.errors import UnsupportedOptionError
 from ..kernels.ops import WITHOUT_KERNELS, Ops
 from ..kernels.reference import kv_compact
+
+
+@contextmanager
+def kv_in_float32(cache: Any, dtype: torch.dtype, is_returned: bool) -> Iterator[None]:
+    """The context in which a call's K/V are in float32; a cache that is returned has them in the model's `dtype`."""
+    _convert(cache, torch.float32)
+    try:
+        yield
+    finally:
+        if is_returned:
+            _convert(cache, dtype)
+
+
+def _convert(cache: Any, dtype: torch.dtype) -> None:
+    for layer in getattr(cache, "layers", ()):
+        if isinstance(getattr(layer, "keys", None), Tensor) and layer.keys.is_floating_point():
+            layer.keys, layer.values, layer.dtype = layer.keys.to(dtype), layer.values.to(dtype), dtype
 
 
 def find_cache(model_kwargs: dict[str, Any], user: str, *, takes_static: bool, moves_rows: bool = False) -> Cache:

@@ -42,6 +42,7 @@ from ..speculation.policy import TOP_DRAFTS, CostTable
 from ..speculation.prefill import prefill
 from ..speculation.protocols import Pass
 from ..speculation.ranks import ranks_of
+from ..weights.upcast import dtype_now
 from .direct_passes import DirectPasses, direct_passes
 from .gqa_attention import gqa_attention
 from .round_clock import RoundClock
@@ -114,7 +115,7 @@ def _attention(attachment: Attachment, call: Call, model: Any, name: str) -> Abs
     """Use `gqa_attention` for batches and long prompts on CPUs."""
     rows, length = call.input_ids.shape
     may_use_kernels = attachment.weights.use_kernels is not False
-    is_long = length >= LONG_PROMPT and may_use_kernels and are_ready(model.dtype)
+    is_long = length >= LONG_PROMPT and may_use_kernels and are_ready(dtype_now(model))
     if name != EAGER or not (rows > 1 or is_long):
         return nullcontext()
     return gqa_attention(model, may_use_kernels=may_use_kernels)
@@ -216,7 +217,7 @@ class EagerEngine:
         is_one = self.input_ids.shape[0] == 1
         experts = self.model._optimize_model_for_decode() if is_one else nullcontext()
         try:
-            with active(self.run), _attention(self.attachment, self.call, self.model, self.name), experts:
+            with active(self.run), self._exact(), experts:
                 yield
         except BaseException:  # from a streamer, a criterion or Ctrl-C: the caller may reuse the cache
             if self.is_returned:
@@ -225,6 +226,18 @@ class EagerEngine:
         finally:
             if self.head is not None:
                 self.head.finish()
+
+    @contextmanager
+    def _exact(self) -> Iterator[None]:
+        """The context of passes whose logits do not depend on their width, where kernels are at hand."""
+        weights, rows = self.attachment.weights, self.input_ids.shape[0]
+        with weights.in_decode(rows) as is_alike:
+            if not is_alike:
+                with _attention(self.attachment, self.call, self.model, self.name):
+                    yield
+                return
+            with gqa_attention(self.model, is_decode=True):
+                yield
 
     def draft(
         self, exit_layer: int, drafted: list[list[int]], num_tokens: int = 1

@@ -40,6 +40,8 @@ _end_on_device: ContextVar[Tensor | None] = ContextVar("end_on_device", default=
 _reads_lengths: ContextVar[bool] = ContextVar("reads_lengths", default=False)
 _may_use_kernels: ContextVar[bool] = ContextVar("may_use_kernels", default=True)  # in prefill
 
+_is_decode: ContextVar[bool] = ContextVar("is_decode", default=False)
+
 
 @contextmanager
 def filled_up_to(end: Tensor) -> Iterator[None]:
@@ -81,11 +83,13 @@ def gqa_attention(
     *,
     may_use_kernels: bool = True,
     cpu_only: bool = True,
+    is_decode: bool = False,
 ) -> Iterator[None]:
     """Context in which a model uses this attention instead of `sdpa`; concurrent contexts on one model are allowed.
 
     The model stays unchanged if its attention is not `sdpa` or cannot be changed, or, with `cpu_only`, if the model is
-    not on a CPU. `may_use_kernels` lets prefill use the compiled kernel.
+    not on a CPU. `may_use_kernels` lets prefill use the compiled kernel. With `is_decode` all passes use the kernel for
+    decode, whose sums do not depend on their width.
     """
     if not _can_change(model) or (cpu_only and model.device.type != "cpu"):
         yield
@@ -93,11 +97,12 @@ def gqa_attention(
     with _changing:
         users, configs = _users.get(model) or (0, _sdpa_configs(model))
         _users[model] = users + 1, configs
-    token = _may_use_kernels.set(may_use_kernels)
+    token, of_decode = _may_use_kernels.set(may_use_kernels), _is_decode.set(is_decode)
     try:
         _set(configs, NAME)
         yield
     finally:
+        _is_decode.reset(of_decode)
         _may_use_kernels.reset(token)
         with _changing:
             users, configs = _users.pop(model)
@@ -140,7 +145,12 @@ def attend(
     found = None
     is_plain = not any(kwargs.get(name) is not None for name in OTHER_SEMANTICS) and not kwargs.get("dropout")
     if is_plain and not torch.compiler.is_dynamo_compiling():  # Dynamo cannot read context variables
-        scale, end, is_masked = kwargs.get("scaling"), _num_filled.get(), attention_mask is not None
+        scale, end = kwargs.get("scaling"), _num_filled.get()
+        if end is None and _is_decode.get() and not _needs_pytorch(query, key, value):
+            end = torch.tensor(key.shape[2])
+            if attention_mask is None and query.shape[2] == 1:
+                attention_mask = query.new_zeros(1, 1, 1, key.shape[2])
+        is_masked = attention_mask is not None
         may_prefill = end is None and _may_use_kernels.get() and (is_masked or _is_causal(module, kwargs))
         if may_prefill and not _needs_pytorch(query, key, value):
             found = prefill_sdpa(query, key, value, attention_mask, scale)

@@ -13,6 +13,7 @@ from ..kernels.cpu.cpp_kernels import CPU_DTYPES, are_ready, build_kernels
 from ..speculation.attachment import Attachment
 from ..speculation.call import Call
 from ..speculation.protocols import Engine, Pass
+from ..weights.upcast import dtype_now
 from .eager import EagerEngine, prefill_eagerly
 from .exit_passes import ExitPasses
 from .gqa_attention import can_skip_rejected, gqa_attention
@@ -57,7 +58,7 @@ def _prefill(
     options |= {"name": "compiled", "fills_head_lazily": False}
     if steps.prompts is None:
         return prefill_eagerly(model, attachment, call, **options)
-    dtype = model.dtype
+    dtype = dtype_now(model)
     if dtype in CPU_DTYPES and not are_ready(dtype):
         start = perf_counter()
         build_kernels(dtype)

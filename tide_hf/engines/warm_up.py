@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from ..base_model.structure import rope_limits
-from ..common.choices import check_counts, is_count
+from ..common.choices import EAGER, check_counts, is_count
 from ..common.errors import ConfigurationError, short
 from ..depth.multi_token_passes import multi_token_limit
 from ..kernels.cpu.cpp_kernels import build_kernels, obstacle_to_build
@@ -24,6 +24,7 @@ from ..speculation.policy import FEWEST_PLAIN, CostTable, expected_tokens
 from ..speculation.protocols import DraftEngine
 from ..speculation.rows import RowCriterion
 from ..weights.reading import WeightReading
+from ..weights.upcast import upcasting
 from .steps.exit_steps import WINDOW
 from .steps.step_tensors import WIDTHS
 
@@ -158,12 +159,12 @@ def _most_tokens(model: Any, max_length: int) -> int:
     return min(max_length, *(known for known in limits if known), max_length)
 
 
-def build_while_attaching(weights: WeightReading) -> None:
+def build_while_attaching(weights: WeightReading, may_upcast: bool) -> None:
     """Build the kernels that eager calls lack, once on each machine, so that no user has to know of them.
 
     Only for models that they pay for, and where builds can be kept; else the log says at level INFO why not.
     """
-    missing = weights.missing_kernels() if weights.use_kernels == "auto" else []
+    missing = weights.missing_kernels(may_upcast) if weights.use_kernels == "auto" else []
     if not missing or weights.num_bytes < WORTH_A_BUILD:
         return
     reasons = {dtype: obstacle_to_build(dtype) for dtype in missing}
@@ -173,17 +174,19 @@ def build_while_attaching(weights: WeightReading) -> None:
     _build([dtype for dtype in missing if reasons[dtype] is None])
 
 
-def prepare_eager(weights: WeightReading) -> float:
+def prepare_eager(model: Any, attachment: Attachment) -> float:
     """Build the kernels that eager calls lack, and convert the weights for them.
 
     Returns the seconds that this took; 0 if there was nothing to do.
     """
-    missing = weights.missing_kernels()
+    weights, compute = attachment.weights, attachment.compute
+    missing = weights.missing_kernels(compute.may_upcast(model))
     seconds = _build(missing)
-    if missing:
-        weights.measure()
-    begin = perf_counter()
-    return seconds + (perf_counter() - begin if weights.convert() else 0.0)
+    with upcasting(compute.of_call(model, None, EAGER) is not model.dtype):
+        if missing:
+            weights.measure()
+        begin = perf_counter()
+        return seconds + (perf_counter() - begin if weights.convert() else 0.0)
 
 
 def _build(dtypes: list[torch.dtype]) -> float:

@@ -20,7 +20,9 @@ from transformers.utils import logging as transformers_logging
 
 from ..base_model.structure import input_device
 from ..base_model.wrappers import base_inside
+from ..common.choices import AUTO
 from ..common.errors import ConfigurationError
+from ..common.memory import copy_if_it_fits
 from ..common.stats import ExitStats
 from ..model import TIDEModelForCausalLM
 from ..routers.config import NEVER_EXIT, check_exit_threshold
@@ -83,6 +85,8 @@ class PromptResult:
     equal: bool = True  # whether the tokens are the plain model's in every repeat
     same_start: float = 1.0  # share of the plain model's tokens before the first difference, minimum over repeats
     speedup: float = 1.0  # median tokens per second, divided by the plain model's
+    # Whether they are those of the same weights loaded in float32; `None` if nobody has asked.
+    as_float32: bool | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -92,7 +96,8 @@ class PromptResult:
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
         runs = {"seconds": [run.seconds for run in self.runs], "num_new_tokens": len(self.runs[0].new_tokens)}
-        return runs | {name: getattr(self, name) for name in ("tokens_per_s", "speedup", "equal", "same_start")}
+        figures = ("tokens_per_s", "speedup", "equal", "same_start", "as_float32")
+        return runs | {name: getattr(self, name) for name in figures}
 
 
 @dataclass
@@ -101,8 +106,7 @@ class Result:
 
     method: DecodingMethod
     prompts: list[PromptResult]
-    # Tokens per second, divided by the plain model's; None if the tokens differ and must not.
-    speedup: float | None = None
+    speedup: float = 1.0  # tokens per second, divided by the plain model's
     warm_up_s: float = 0.0  # seconds of engine warm-up, in runs that were then repeated
 
     @property
@@ -122,6 +126,12 @@ class Result:
     def num_equal(self) -> int:
         """Number of prompts whose tokens equal the plain model's."""
         return sum(prompt.equal for prompt in self.prompts)
+
+    @property
+    def num_as_float32(self) -> int | None:
+        """Number of prompts whose tokens are those of the same weights loaded in float32; `None` if not asked."""
+        found = [prompt.as_float32 for prompt in self.prompts]
+        return None if None in found else sum(map(bool, found))
 
     @property
     def same_start(self) -> float:
@@ -152,10 +162,11 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
-        figures = ("tokens_per_s", "speedup", "layers_per_token", "acceptance_rate", "num_equal", "same_start")
+        figures = ("tokens_per_s", "speedup", "layers_per_token", "acceptance_rate", "same_start")
+        counts = ("num_equal", "num_as_float32")
         return (
             {name: getattr(self.method, name) for name in ("name", "lossless", "exit_threshold")}
-            | {name: getattr(self, name) for name in (*figures, "warm_up_s")}
+            | {name: getattr(self, name) for name in (*figures, *counts, "warm_up_s")}
             | {"prompts": [prompt.to_dict() for prompt in self.prompts]}
         )
 
@@ -181,6 +192,7 @@ def compare(
         run_each(results, inputs, max_new_tokens, progress)
     for result in results:
         compare_with(results[0], result)
+    compare_with_float32(results, inputs, max_new_tokens)
     return results
 
 
@@ -228,8 +240,29 @@ def compare_with(plain: Result, result: Result) -> None:
         prompt.equal = all(expected.new_tokens == run.new_tokens for expected, run in pairs)
         prompt.same_start = min(same_start(expected.new_tokens, run.new_tokens) for expected, run in pairs)
         prompt.speedup = prompt.tokens_per_s / reference.tokens_per_s
-    if not result.method.must_be_equal or result.num_equal == len(result.prompts):
-        result.speedup = result.tokens_per_s / plain.tokens_per_s
+    result.speedup = result.tokens_per_s / plain.tokens_per_s
+
+
+def compare_with_float32(
+    results: Sequence[Result], inputs: Sequence[dict[str, torch.Tensor]], max_new_tokens: int
+) -> None:
+    """Fill in which answers are those of the same weights loaded in float32, by plain `generate`.
+
+    The first result is the baseline's. Nothing is filled in for models that are not in half precision, for sampling,
+    and where memory does not hold the copy.
+    """
+    method = results[0].method
+    model: Any = method.model
+    is_half = getattr(model, "dtype", None) in (torch.float16, torch.bfloat16)
+    if not is_half or getattr(model, "is_quantized", False) or method.options.get("do_sample"):
+        return
+    num_bytes = sum(2 * weight.nbytes for weight in model.parameters())
+    copied = copy_if_it_fits(lambda: copy.deepcopy(model).float(), num_bytes)
+    for position, prompt in enumerate(inputs if copied is not None else ()):
+        expected = timed_run(replace(method, model=copied), prompt, max_new_tokens).new_tokens
+        for result in results:
+            runs = result.prompts[position].runs
+            result.prompts[position].as_float32 = all(run.new_tokens == expected for run in runs)
 
 
 def runs_note(results: Sequence[Result]) -> str:
@@ -294,6 +327,7 @@ def tide_methods(
     *,
     exit_threshold: float | None = None,
     engine: str = "eager",
+    compute_dtype: str = AUTO,
 ) -> list[DecodingMethod]:
     """Plain `generate` of `model`, and each mode on a weight-sharing copy with TIDE attached.
 
@@ -301,7 +335,8 @@ def tide_methods(
     `self_speculative` can run. The approximate modes run at [`usable_threshold`].
     """
     check_plain(model)
-    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, mode=modes[0], engine=engine)
+    options = {"mode": modes[0], "engine": engine, "compute_dtype": compute_dtype}
+    attached = TIDEModelForCausalLM.attach(weight_sharing_copy(model), routers, **options)
     threshold = usable_threshold(routers, exit_threshold)
     return [DecodingMethod("generate", model), *(tide_method(attached, mode, threshold) for mode in modes)]
 

@@ -15,13 +15,14 @@ from ..base_model.unembed import Unembed
 from ..calibration.documents import Document, plan_batches
 from ..calibration.router_training import CONVERGENCE_THRESHOLD, cosine_similarity
 from ..calibration.states import StateReader, full_depth
-from ..common.choices import MODES
+from ..common.choices import AUTO, MODES
 from ..common.errors import CalibrationError, UnsupportedModelError
 from ..kernels.ops import kernel_facts, load_kernels
 from ..routers.config import NEVER_EXIT
 from ..routers.routers import TIDERouters
 from ..routers.tables import rows_by_layer
 from ..speculation.attachment import Attachment, hybrid_drafter
+from ..weights.compute_dtype import ComputeDtype
 from ..weights.linear_gate import linears_to_gate, packable
 from ..weights.reading import WeightReading
 
@@ -110,8 +111,9 @@ def mode_facts(
 ) -> dict[str, dict[str, Any]]:
     """Whether the model supports each mode, and a note if it does not or if routers are missing."""
     weights = WeightReading(structure, routers, pack_weights=False)
+    compute, unembed = ComputeDtype(structure, weights, AUTO), Unembed(model, structure)
     attachment = Attachment(
-        type(model), structure, Unembed(model, structure), routers, weights, MODES[0], NEVER_EXIT, hybrid_drafter
+        type(model), structure, unembed, routers, weights, MODES[0], NEVER_EXIT, hybrid_drafter, compute
     )
     facts: dict[str, dict[str, Any]] = {}
     for mode in MODES:

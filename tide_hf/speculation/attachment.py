@@ -16,7 +16,9 @@ from ..routers.config import TIDEConfig
 from ..routers.draft_head import DraftHead
 from ..routers.exit_points import ExitPoint
 from ..routers.routers import TIDERouters
+from ..weights.compute_dtype import ComputeDtype
 from ..weights.reading import WeightReading
+from ..weights.upcast import upcasts
 from .acceptance import ExactAcceptance
 from .answer_memory import AnswerMemory
 from .call import Call
@@ -44,14 +46,15 @@ class Attachment:
     mode: str
     exit_threshold: float | None  # the user's; `None`: the calibrated one
     make_drafter: DrafterFactory
+    compute: ComputeDtype
     make_rule: RuleFactory = ExactAcceptance
     engines: dict[str, EngineKind] = field(default_factory=dict)  # by name
     engine: str = EAGER
     needs_same_length: bool = False  # whether all rows must have one length, since the model counts cache slots
     takes_trees: bool = False  # whether the model's passes can verify trees of drafts, see `check_widths`
     strict: bool = False  # whether calls that `self_speculative` does not support raise, instead of decoding plainly
-    # Costs measured on this machine, by engine, widths of the engine's passes, and number of rows.
-    costs: dict[tuple[str, tuple[int, ...], int], CostTable] = field(default_factory=dict)
+    # Costs measured on this machine, by engine, widths of its passes, whether it upcasts, and number of rows.
+    costs: dict[tuple[str, tuple[int, ...], bool, int], CostTable] = field(default_factory=dict)
     # The acceptance rate of each source and rank in earlier calls, by temperature (0: greedy).
     acceptances: dict[float, dict[Key, float]] = field(default_factory=dict)
     answers: AnswerMemory = field(default_factory=AnswerMemory)  # of earlier calls in `self_speculative`
@@ -76,12 +79,11 @@ class Attachment:
 
     def costs_of(self, num_rows: int, engine: str, widths: tuple[int, ...] = ()) -> CostTable:
         """Measured costs of a batch of `num_rows`, at first copied from the next larger batch with known costs."""
-        key = (engine, widths, num_rows)
+        kind = (engine, widths, upcasts())
+        key = (*kind, num_rows)
         if key not in self.costs:
-            larger = [rows for *known, rows in list(self.costs) if known == [engine, widths] and rows > num_rows]
-            self.costs[key] = (
-                self.costs[engine, widths, min(larger)].resized() if larger else self.unmeasured_costs(widths)
-            )
+            larger = [known for known in list(self.costs) if known[:-1] == kind and known[-1] > num_rows]
+            self.costs[key] = self.costs[min(larger)].resized() if larger else self.unmeasured_costs(widths)
         return self.costs[key]
 
     def unmeasured_costs(self, widths: tuple[int, ...]) -> CostTable:

@@ -27,8 +27,9 @@ from ..common.measurements import measured
 from ..common.timing import least_seconds
 from ..depth.gates import Gate, LayerRun, active, input_state
 from ..kernels.cpu.cpp_kernels import are_ready, load_op
-from .layouts import DECODE_ROWS, PlainWeight, StoredWeight
+from .layouts import DECODE_ROWS, PlainWeight, StoredWeight, sum_alike
 from .linear_gate import KERNEL_LAYOUTS, LOSSLESS_LAYOUTS, IntegerGate, LinearGate, allowed_layouts, layouts_now
+from .upcast import HALF, UpcastGate, upcasts
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -168,7 +169,8 @@ def _names(module: Any) -> set[str]:
 
 def _agree(products: list[Product], dtype: torch.dtype) -> bool:
     """Whether products have dtypes and biases that one call of a kernel takes."""
-    are_readable = all(product.is_stored or product.weight.dtype is dtype for product in products)
+    readable = (dtype, *HALF) if dtype is torch.float32 else (dtype,)
+    are_readable = all(product.is_stored or product.weight.dtype in readable for product in products)
     return are_readable and all(product.bias is None for product in products[4:])
 
 
@@ -186,8 +188,9 @@ def _product(linear: nn.Module) -> Product | None:
     if not isinstance(gate, LinearGate) or not gate.sources():
         return None
     bias = linear._parameters.get("bias")
+    bias = gate.upcast.float32("bias") if bias is not None and upcasts() else bias
     lossless = tuple(layout for layout in layouts_now() if layout in LOSSLESS_LAYOUTS)
-    stored = gate.prepare(DECODE_ROWS[0], (*lossless, PlainWeight))
+    stored = gate.prepare(DECODE_ROWS[0], (*lossless, PlainWeight), torch.float32 if upcasts() else None)
     size_out: Any = linear.out_features
     if isinstance(stored, StoredWeight) and not stored.padding:
         return Product(stored.values, stored.scales, bias, size_out, is_stored=True)
@@ -201,7 +204,10 @@ def _norm(norm: nn.Module) -> Norm | None:
     """An RMSNorm with a weight and nothing else; `None` for other norms."""
     weight, eps = norm._parameters.get("weight"), getattr(norm, "variance_epsilon", None)
     is_known = type(norm).__name__.endswith("RMSNorm") and len(norm._parameters) == 1
-    return Norm(weight, eps) if is_known and type(weight) is nn.Parameter and type(eps) is float else None
+    if not (is_known and type(weight) is nn.Parameter and type(eps) is float):
+        return None
+    gate = norm.__dict__.get("forward")
+    return Norm(gate.float32("weight") if upcasts() and isinstance(gate, UpcastGate) else weight, eps)
 
 
 class FusedLayers:
@@ -226,15 +232,16 @@ class FusedLayers:
 
     def for_tokens(self, tokens: int) -> dict[int, FusedLayer]:
         """The layers, by index, that the kernels run in passes over a number of tokens."""
-        return {layer_idx: fused for layer_idx, (fused, limit) in self.with_limits().items() if tokens <= limit}
+        is_any = sum_alike(layouts_now())
+        return {idx: fused for idx, (fused, limit) in self.with_limits().items() if is_any or tokens <= limit}
 
-    def with_limits(self) -> dict[int, tuple[FusedLayer, int]]:
-        """The layers that the kernel runs, by index, and up to how many tokens.
+    def with_limits(self, num_layers: int | None = None) -> dict[int, tuple[FusedLayer, int]]:
+        """The layers that the kernel runs, by index, and up to how many tokens; with `num_layers`, of the first ones.
 
         Weights are read in the layouts allowed now, and must not be replaced while the result is used.
         """
         found = {}
-        for layer_idx, layer in enumerate(self.structure.layers):
+        for layer_idx, layer in enumerate(self.structure.layers[:num_layers]):
             fused = fused_layer(layer)
             if fused is not None and (limit := self._limit_of(layer_idx, layer, fused)) > 0:
                 found[layer_idx] = fused, limit
@@ -280,7 +287,8 @@ class Probe:
         inputs, cache = self._inputs(PROBED_WIDTH), self._cache()
         keys, values = self._slots(PROBED_WIDTH)
         try:
-            with allowed_layouts(()):  # a copy of the weights would stay
+            # A copy of the weights would stay. Only kernels multiply float32 by integers.
+            with allowed_layouts((PlainWeight,) if upcasts() else ()):
                 found = self._native(*inputs, cache), self._by_kernels(*inputs, keys, values)
         except (TypeError, ValueError, RuntimeError) as error:  # of a layer that takes other arguments
             logger.info("%s runs without fused kernels: %s", name, first_line(error))
@@ -351,7 +359,7 @@ class Probe:
                 found.append(least_seconds(partial(self._native_anew, *inputs), REPEATS))
                 found.append(least_seconds(partial(self._by_kernels, *inputs, *slots), REPEATS))
         for gate, converted in kept.items():
-            gate.converted = converted  # without copies that no call has asked for
+            gate.keep(converted)  # without copies that no call has asked for
         return found
 
 

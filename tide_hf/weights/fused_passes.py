@@ -19,7 +19,8 @@ from ..base_model.structure import CACHE
 from ..common.errors import UnsupportedModelError
 from ..depth.gates import LayerGate, active_run, input_state
 from .fused_layers import FusedLayer, FusedLayers, FusedStack
-from .layouts import DECODE_ROWS
+from .layouts import DECODE_ROWS, sum_alike
+from .linear_gate import layouts_now
 
 SPARE_SLOTS = 64  # of buffers, besides a quarter of those that are filled
 
@@ -97,7 +98,7 @@ class FusedPasses:
             self._first = state
         self._is_chain = idx == 0 or (self._is_chain and is_next and follows)
         fused, limit = self._found.get(idx, (None, 0))
-        suits = fused is not None and state.shape[0] * state.shape[1] <= limit and _is_plain(kwargs.get(CACHE))
+        suits = fused is not None and _may_run(state.shape[0] * state.shape[1], limit) and _is_plain(kwargs.get(CACHE))
         taken = fused.arguments_of(args, kwargs) if fused is not None and suits else None
         if taken is None:
             output = gate.native(*args, **kwargs)
@@ -120,7 +121,7 @@ class FusedPasses:
         most, length = run.joined_layers(idx) if self._joins and run is not None else end, _length(cache, idx)
         while end < most:
             fused, limit = self._found.get(end, (None, 0))
-            is_alike = fused is not None and tokens <= limit and fused.is_like(self._found[idx][0])
+            is_alike = fused is not None and _may_run(tokens, limit) and fused.is_like(self._found[idx][0])
             if not is_alike or _length(cache, end) != length:
                 break
             end += 1
@@ -177,6 +178,11 @@ def _changed(idx: int) -> UnsupportedModelError:
         expected="what the model did when TIDE was attached",
         do="Detach TIDE and attach it again after changing how the model runs.",
     )
+
+
+def _may_run(tokens: int, limit: int) -> bool:
+    """Whether the kernel runs a pass: up to the limit, or all of those whose sums may not depend on their width."""
+    return tokens <= limit or sum_alike(layouts_now())
 
 
 def _length(cache: Any, idx: int) -> int | None:

@@ -44,6 +44,7 @@ MAX_QUANTIZED, ZERO_POINT = 63, 64
 MIN_SCALE = 1e-30  # avoids a division by zero in groups of zeros
 
 DECODE_ROWS = (1, 2, 4, 8, 16)  # measured together
+USUAL_ROWS = 4  # of a verify pass
 PROBED_ROWS = (*DECODE_ROWS, 64, 128, 256, 1024)  # each measurement holds up to the next number of rows
 PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # the probed weights together exceed a core's caches
 FEW_WEIGHTS, COMPUTE_BOUND_ROWS = 4, 64  # products of this many rows are compute-bound, so fewer weights suffice
@@ -62,6 +63,8 @@ class WeightLayout:
     pays_after: ClassVar[int] = COPY_PAYS_AFTER  # tokens per row to decode, from which eager calls may convert to it
     probed_value: ClassVar[float] = 0.5  # of weights that the layout is measured with
     is_traceable: ClassVar[bool] = False  # whether graphs can record `apply`; else they record an op of this module
+    sums_alike: ClassVar[bool] = False  # whether the order of a sum does not depend on the number of rows
+    upcasts: ClassVar[bool] = False  # whether float32 inputs may be multiplied by weights in half precision
 
     def __init__(self, *weights: Tensor) -> None:
         self.weights = weights
@@ -114,7 +117,7 @@ class PrepackedWeight(WeightLayout):
 class UpcastWeight(WeightLayout):
     """A bfloat16 or float16 weight as the model stores it, upcast to float32 chunk by chunk at each call."""
 
-    is_copy, pays_after = False, 0
+    is_copy, pays_after, upcasts = False, 0, True
 
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:
@@ -139,6 +142,7 @@ class UpcastWeight(WeightLayout):
 class QuantizedWeight(WeightLayout):
     """A weight quantised group-wise to 7 bits, with one scale per `GROUP_SIZE` values. Lossy, so only for drafts."""
 
+    upcasts = True
     packed: Tensor  # (out, groups, GROUP_SIZE) uint8, the last group padded with zeros
     scales: Tensor  # (out, groups) float32
 
@@ -150,11 +154,12 @@ class QuantizedWeight(WeightLayout):
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
         if input.numel() > MAX_QUANTIZED_ROWS * input.shape[-1]:  # inputs may have more rows than the pass has tokens
-            return functional.linear(input, _concatenated([weight.detach() for weight in self.weights]), bias)
-        return self._product(input, self.packed, self.scales, bias)
+            weight = _concatenated([weight.detach() for weight in self.weights])
+            return functional.linear(input, weight.to(input.dtype), bias)
+        product: Any = load_op("groupwise_gemm", input.dtype)
+        return product(input, self.packed, self.scales, bias)
 
     def _convert(self, weights: list[Tensor]) -> None:
-        self._product: Any = load_op("groupwise_gemm", weights[0].dtype)
         weight = _concatenated(weights).float().contiguous()
         groups = functional.pad(weight, (0, -weight.shape[1] % GROUP_SIZE)).view(weight.shape[0], -1, GROUP_SIZE)
         self.scales = (groups.abs().amax(dim=-1) / MAX_QUANTIZED).clamp_min(MIN_SCALE)
@@ -165,7 +170,7 @@ class QuantizedWeight(WeightLayout):
 class PlainWeight(WeightLayout):
     """A weight as the model stores it, read by the skinny GEMM without a copy."""
 
-    is_copy, pays_after = False, 0
+    is_copy, pays_after, sums_alike, upcasts = False, 0, True, True
     plain: list[Tensor]  # (out, in) each
 
     @staticmethod
@@ -175,17 +180,17 @@ class PlainWeight(WeightLayout):
 
     def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """(..., in) -> (..., out)."""
-        return self._product(input, self.plain, bias, [])
+        product: Any = load_op("skinny_gemm", input.dtype)
+        return product(input, self.plain, bias, [])
 
     def _convert(self, weights: list[Tensor]) -> None:
-        self._product: Any = load_op("skinny_gemm", weights[0].dtype)
         self.plain = [weight.contiguous() for weight in weights]  # keeps the values alive when `.data` is replaced
 
 
 class StoredWeight(WeightLayout):
     """A weight that the skinny GEMM reads as integers, or in panels (see `panels`), which may have rows of padding."""
 
-    is_traceable = True
+    is_traceable = sums_alike = True
     # (out, in) int8; (out, in / 2) uint8, int4 as PyTorch packs it for CPUs; or, in panels, values in half precision,
     # int8 or int4.
     values: Tensor
@@ -232,7 +237,9 @@ def _key_of(weights: Sequence[Tensor], layout: type[WeightLayout]) -> tuple[Any,
 
 def _linear(input: Tensor, weights: list[Tensor], bias: Tensor | None, layout: int = 0) -> Tensor:
     known = _known.get(_key_of(weights, WEIGHT_LAYOUTS[layout]))
-    return functional.linear(input, _concatenated(weights), bias) if known is None else known.apply(input, bias)
+    if known is not None:
+        return known.apply(input, bias)
+    return functional.linear(input, _concatenated(weights).to(input.dtype), bias)
 
 
 def _empty(input: Tensor, weights: list[Tensor]) -> Tensor:
@@ -247,35 +254,63 @@ _ops.impl("linear", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake("tide_hf::linear", lambda input, weights, *_: _empty(input, weights), lib=_ops)
 
 
-# Seconds, by layout (`None` is PyTorch's linear), dtype, threads and one of PROBED_ROWS.
-_measured: dict[tuple[type[WeightLayout] | None, torch.dtype, int, int], float] = {}
+# Seconds, by layout (`None` is PyTorch's linear), dtype, threads and one of PROBED_ROWS; and by the dtype of the
+# weights, where that is another one.
+_measured: dict[tuple[Any, ...], float] = {}
 
 
-def fastest_layout(dtype: torch.dtype, rows: int, layouts: Layouts) -> type[WeightLayout] | None:
+def fastest_layout(
+    dtype: torch.dtype, rows: int, layouts: Layouts, of_weights: torch.dtype | None = None
+) -> type[WeightLayout] | None:
     """The fastest of `layouts` for a number of rows; `None` if PyTorch's linear is the fastest. Measured once.
 
-    A symbolic number of rows is one of a prompt; `layouts` serve all of those then.
+    Where all layouts sum in one order for any number of rows, that number does not matter, and PyTorch's linear is not
+    among them. A symbolic number of rows is one of a prompt; `layouts` serve all of those then.
+
+    Args:
+        dtype: Of the input.
+        rows: Of the input.
+        layouts: Those to choose from.
+        of_weights: Dtype of weights in half precision, if the input is in float32: PyTorch's linear cannot take those.
     """
-    threads = torch.get_num_threads()
+    of_weights = None if of_weights is dtype else of_weights
+    if of_weights is not None:
+        layouts = tuple(layout for layout in layouts if layout.upcasts)
+        layouts = layouts if UpcastWeight in layouts or sum_alike(layouts) else (*layouts, UpcastWeight)
+    key = layouts, torch.get_num_threads(), of_weights
     if type(rows) is not int:  # a symbolic size of a trace: comparing it limits the sizes that the graph serves
         symbolic, rows = rows, PROBED_ROWS[0]
         for known in PROBED_ROWS[1:]:
-            if _fastest_layout(dtype, known, layouts, threads) is not _fastest_layout(dtype, rows, layouts, threads):
+            if _fastest_layout(dtype, known, *key) is not _fastest_layout(dtype, rows, *key):
                 if symbolic < known:
                     break
                 rows = known
-    return _fastest_layout(dtype, rows, layouts, threads)
+    return _fastest_layout(dtype, rows, *key)
+
+
+def sum_alike(layouts: Layouts) -> bool:
+    """Whether products in any of these layouts sum in one order for any number of rows."""
+    return bool(layouts) and all(layout.sums_alike for layout in layouts)
 
 
 @lru_cache(maxsize=1024)  # called for every linear layer of every pass
-def _fastest_layout(dtype: torch.dtype, rows: int, layouts: Layouts, _threads: int) -> type[WeightLayout] | None:
+def _fastest_layout(
+    dtype: torch.dtype, rows: int, layouts: Layouts, _threads: int, of_weights: torch.dtype | None
+) -> type[WeightLayout] | None:
     if rows < PROBED_ROWS[0]:
         return None
-    probed = max(known for known in PROBED_ROWS if known <= rows)
-    among = [None, *[layout for layout in layouts if layout.serves(dtype, rows)]]
+    is_alike = sum_alike(layouts)
+    probed = USUAL_ROWS if is_alike else max(known for known in PROBED_ROWS if known <= rows)
+    among: list[type[WeightLayout] | None] = [layout for layout in layouts if layout.serves(dtype, probed)]
+    if of_weights is not None and not is_alike:
+        among = [*(layout for layout in among if layout is not UpcastWeight), UpcastWeight]
+    elif not (is_alike and among):
+        among.insert(0, None)
     if len(among) == 1:
-        return None
-    return min(among, key=lambda layout: _seconds_of(layout, dtype, probed) * _required_gain(layout, probed))
+        return among[0]
+    return min(
+        among, key=lambda layout: _seconds_of(layout, dtype, probed, of_weights) * _required_gain(layout, probed)
+    )
 
 
 def _required_gain(layout: type[WeightLayout] | None, rows: int) -> float:
@@ -285,29 +320,36 @@ def _required_gain(layout: type[WeightLayout] | None, rows: int) -> float:
     return (COPY_GAIN if layout.is_copy else 1.0) * (COMPUTE_BOUND_GAIN if rows >= COMPUTE_BOUND_ROWS else 1.0)
 
 
-def _seconds_of(layout: type[WeightLayout] | None, dtype: torch.dtype, rows: int) -> float:
-    threads = torch.get_num_threads()
-    if (layout, dtype, threads, rows) not in _measured:
+def _seconds_of(
+    layout: type[WeightLayout] | None, dtype: torch.dtype, rows: int, of_weights: torch.dtype | None = None
+) -> float:
+    threads, of = torch.get_num_threads(), () if of_weights is None else (of_weights,)
+    key: tuple[Any, ...] = (layout, dtype, threads, rows, *of)
+    if key not in _measured:
         together = DECODE_ROWS if rows in DECODE_ROWS else (rows,)
-        numbers = [number for number in together if layout is None or layout.serves(dtype, number)]
-        name = f"{'linear' if layout is None else layout.__name__}, {dtype}, {numbers} rows"
+        is_mixed = of_weights is not None
+        numbers = [one for one in together if layout is None or is_mixed or layout.serves(dtype, one)]
+        by = f" by {of_weights}" if is_mixed else ""
+        name = f"{'linear' if layout is None else layout.__name__}, {dtype}{by}, {numbers} rows"
         found = copy_if_it_fits(
-            lambda: measured(name, len(numbers), lambda: _measure(layout, dtype, numbers)),
+            lambda: measured(name, len(numbers), lambda: _measure(layout, dtype, numbers, of_weights or dtype)),
             PROBED_WEIGHTS * PROBED_SIZE**2 * dtype.itemsize,
         )
         if found is None:
             found = [math.inf] * len(numbers)
-        _measured.update({(layout, dtype, threads, one): seconds for one, seconds in zip(numbers, found, strict=True)})
-    return _measured[layout, dtype, threads, rows]
+        _measured.update({(layout, dtype, threads, one, *of): value for one, value in zip(numbers, found, strict=True)})
+    return _measured[key]
 
 
 @torch.inference_mode(False)  # inference tensors have no versions
 @torch.no_grad()
-def _measure(layout: type[WeightLayout] | None, dtype: torch.dtype, numbers: Sequence[int]) -> list[float]:
+def _measure(
+    layout: type[WeightLayout] | None, dtype: torch.dtype, numbers: Sequence[int], of_weights: torch.dtype
+) -> list[float]:
     """The seconds of products with each number of rows in a layout."""
     count = PROBED_WEIGHTS if numbers[0] < COMPUTE_BOUND_ROWS else FEW_WEIGHTS
     value = WeightLayout.probed_value if layout is None else layout.probed_value
-    weights = [torch.full((PROBED_SIZE, PROBED_SIZE), value, dtype=dtype, device="cpu") for _ in range(count)]
+    weights = [torch.full((PROBED_SIZE, PROBED_SIZE), value, dtype=of_weights, device="cpu") for _ in range(count)]
     taken = None if layout is None else [layout(weight) for weight in weights]
 
     def multiply(rows: int) -> float:

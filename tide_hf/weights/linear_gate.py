@@ -34,14 +34,17 @@ from .layouts import (
     clearly_faster_layout,
     fastest_layout,
     in_layout,
+    sum_alike,
     version_of,
 )
 from .lossless import HalfWeight, InexactWeightError, RequantizedWeight
+from .upcast import HALF, UpcastGate, upcasts
 
 MEMORY_SHARE = 0.25  # maximum share of the free memory that copies of weights may take
 
 LOSSLESS_LAYOUTS: Layouts = (RequantizedWeight, HalfWeight, PanelIntegers)  # copies that hold the same values
 PROMPT_LAYOUTS: Layouts = (PlainWeight, *PYTORCH_LAYOUTS)  # if compiled kernels may run, for any number of rows
+VERIFY_LAYOUTS: Layouts = (*LOSSLESS_LAYOUTS, PlainWeight)  # which sum alike in passes of any width
 KERNEL_LAYOUTS: Layouts = (*LOSSLESS_LAYOUTS, *PROMPT_LAYOUTS)
 DRAFT_LAYOUTS: Layouts = (QuantizedWeight, *KERNEL_LAYOUTS)  # for passes whose tokens are verified
 
@@ -84,12 +87,13 @@ class LinearGate(Gate):
         self.converted: dict[type[WeightLayout], WeightLayout] = {}
         # The version of the weight that could not be converted to a layout.
         self._refused: dict[type[WeightLayout], tuple[int, int]] = {}
+        self.upcast = UpcastGate(linear)  # of which no more than its copies are used
 
     def __call__(self, input: Tensor) -> Tensor:  # named as in nn.Linear
         """Run the layer in the fastest layout; outside TIDE's passes, run its own `forward`."""
         # `active_run()` inlined, since the call would cost time at each product of a pass.
         run = None if torch.compiler.is_dynamo_compiling() else ACTIVE_RUN.get()
-        if run is None and not self._anywhere:
+        if run is None and not (self._anywhere or upcasts()):
             return self.native(input)
         products = _products.get()
         if products is not None and run is not None and not torch.is_grad_enabled():
@@ -99,7 +103,7 @@ class LinearGate(Gate):
         if (
             torch.is_grad_enabled()
             or not self.sources()
-            or input.dtype is not self._weight.dtype
+            or not (input.dtype is self._weight.dtype or (input.dtype is torch.float32 and self._weight.dtype in HALF))
             or torch.is_autocast_enabled("cpu")
         ):
             return self.native(input)
@@ -118,7 +122,9 @@ class LinearGate(Gate):
     def _choose(self, input: Tensor, products: dict[tuple[LinearGate, int], Multiply] | None) -> Tensor:
         weight, bias, is_traced = self._weight, self._bias, is_in_torch_dispatch_mode()
         with _disable_current_modes() if is_traced else nullcontext():  # no trace shall convert weights, or measure
-            converted = self.prepare(input.numel() // self._size, _layouts.get())
+            converted = self.prepare(input.numel() // self._size, _layouts.get(), input.dtype)
+            if bias is not None and bias.dtype is not input.dtype:
+                bias = self.upcast.float32("bias")
         product: Multiply
         if converted is None:
             has_own = self.replaced is not None or not _is_plain(weight)
@@ -132,8 +138,11 @@ class LinearGate(Gate):
             products[self, input.numel()] = product
         return product(input)
 
-    def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
-        """Convert the weights to the fastest of `layouts` for a number of rows; `None` if PyTorch's own is faster."""
+    def prepare(self, rows: int, layouts: Layouts, dtype: torch.dtype | None = None) -> WeightLayout | None:
+        """Convert the weights to the fastest of `layouts` for a number of rows; `None` if PyTorch's own is faster.
+
+        The input is of `dtype`, by default that of the weight.
+        """
         if not self.sources():
             return None
         version = version_of(self._weight)
@@ -142,8 +151,8 @@ class LinearGate(Gate):
             for layout in layouts
             if (self.may_copy or not layout.is_copy) and self._refused.get(layout) != version
         )
-        layout = fastest_layout(self._weight.dtype, rows, layouts)
-        return None if layout is None else self.convert(layout) or self.prepare(rows, layouts)
+        layout = fastest_layout(dtype or self._weight.dtype, rows, layouts, self._weight.dtype)
+        return None if layout is None else self.convert(layout) or self.prepare(rows, layouts, dtype)
 
     def convert(self, layout: type[WeightLayout]) -> WeightLayout | None:
         """Return the weights in a layout, converted at first use and again after they have changed.
@@ -185,6 +194,11 @@ class LinearGate(Gate):
     def release(self) -> None:
         """Free the converted weights."""
         self.converted, self._refused = {}, {}
+        self.upcast.release()
+
+    def keep(self, converted: dict[type[WeightLayout], WeightLayout]) -> None:
+        """Free all converted weights but these."""
+        self.converted = converted
 
     def release_if_changed(self) -> None:
         """Free converted weights whose source was replaced or written to, including through `.data`."""
@@ -208,16 +222,15 @@ class IntegerGate(LinearGate):
             self._found = weight, addresses, integers_of(self.module) or ()
         return self._found[2]
 
-    def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
+    def prepare(self, rows: int, layouts: Layouts, dtype: torch.dtype | None = None) -> WeightLayout | None:
         """The weights as the kernel reads them; `None` if it may not run, or the package's own product is faster."""
-        sources = self.sources() if PlainWeight in layouts else ()
-        if not sources or not IntegerWeight.serves(self._weight.dtype, rows, sources[0].dtype):
+        sources, own = self.sources() if PlainWeight in layouts else (), self._weight.dtype
+        if sum_alike(layouts) or dtype not in (None, own):  # the package's own product sums, or computes, otherwise
+            rows = 1
+        dtype = dtype or own
+        if not sources or not IntegerWeight.serves(dtype, rows, sources[0].dtype):
             return None
-        takes_copy = (
-            self.may_copy
-            and PanelIntegers in layouts
-            and PanelIntegers.serves(self._weight.dtype, rows, sources[0].dtype)
-        )
+        takes_copy = self.may_copy and PanelIntegers in layouts and PanelIntegers.serves(dtype, rows, sources[0].dtype)
         return (self.convert(PanelIntegers) if takes_copy else None) or self.convert(IntegerWeight)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -232,7 +245,7 @@ class SingleLayoutGate(LinearGate):
         super().__init__(linear, anywhere=True)
         self.layout = layout
 
-    def prepare(self, rows: int, layouts: Layouts) -> WeightLayout | None:
+    def prepare(self, rows: int, layouts: Layouts, dtype: torch.dtype | None = None) -> WeightLayout | None:
         """Convert the weights to the gate's layout, whatever the number of rows; `None` if memory has no room."""
         return self.convert(self.layout)
 

@@ -41,7 +41,7 @@ class InexactWeightError(ValueError):
 class HalfWeight(StoredWeight):
     """A weight in half precision; the constructor raises [`InexactWeightError`] where this lacks a value."""
 
-    pays_after = 12
+    pays_after, upcasts = 12, True
 
     @staticmethod
     def serves(dtype: torch.dtype, rows: int) -> bool:

@@ -54,6 +54,7 @@ SUMMARY = {
     "self_speculative, n-grams only, compiled": 'with tide_hf, `engine="compiled"`, drafts from n-grams alone',
     "self_speculative, compiled": 'with tide_hf, `engine="compiled"`',
 }
+AS_FLOAT32 = "equal to float32's"
 LOSSLESS = ("generate", "prompt_lookup", "ngrams", "heads", "no_kernels", "self_speculative")
 
 
@@ -221,10 +222,19 @@ def table(record: dict[str, Any]) -> str:
             prompts = _prompts_of(name, results)
             cells[part] = _mean(prompts, claims)
             everything += prompts if part in record["categories"] else []
-        equal = f"{sum(prompt['equal'] for prompt in everything)}/{len(everything)}"
+        equal = _counts(everything)
         own = [cells[part] for part in record["categories"]]
-        rows.append([name, *own, _mean(everything, claims), equal, *(cells[part] for part in others)])
-    return markdown(["", *record["categories"], "mean", "equal", *others], rows)
+        rows.append([name, *own, _mean(everything, claims), *equal, *(cells[part] for part in others)])
+    headings = ["equal", AS_FLOAT32][: len(equal)]
+    return markdown(["", *record["categories"], "mean", *headings, *others], rows)
+
+
+def _counts(prompts: list[dict[str, Any]]) -> list[str]:
+    """How many answers are plain decoding's; below float32, also how many those of the weights loaded in float32."""
+    counts = [sum(prompt["equal"] for prompt in prompts)]
+    if prompts and all(prompt.get("as_float32") is not None for prompt in prompts):
+        counts.append(sum(prompt["as_float32"] for prompt in prompts))
+    return [f"{count}/{len(prompts)}" for count in counts]
 
 
 def summary_table(record: dict[str, Any]) -> str:
@@ -235,12 +245,13 @@ def summary_table(record: dict[str, Any]) -> str:
         prompts = [prompt for one in found for prompt in one["prompts"]]
         if prompts:
             claims = record["dtype"] if found[0].get("lossless", True) else None
-            cells = [_mean(prompts, claims), f"{sum(prompt['equal'] for prompt in prompts)}/{len(prompts)}"]
+            cells = [_mean(prompts, claims), *_counts(prompts)]
             is_ours = words.startswith("with tide_hf")
             rows.append([f"**{cell}**" if is_ours else cell for cell in [words, *cells]])
     threads = f"{record['torch_threads']} CPU threads" if record["device"] == "cpu" else record["device"]
     model = record["model"].rpartition("/")[2]
-    return markdown([f"{model}, {precision(record)}, {threads}", "speed", "answers equal"], rows)
+    headings = [f"{model}, {precision(record)}, {threads}", "speed", "answers equal", AS_FLOAT32]
+    return markdown(headings[: len(rows[0])] if rows else headings[:3], rows)
 
 
 def bytes_of(model: Any) -> int | None:
@@ -270,11 +281,12 @@ def apart_table(record: dict[str, Any]) -> str:
         if read is not None:
             read *= _passes_per_token(found, apart["num_layers"])
             cells += [f"{read / 1e6:.0f}", f"{read * rate / 1e9:.1f}", f"{read * rate / memory:.2f}"]
-        equal = f"{sum(prompt['equal'] for prompt in prompts)}/{len(prompts)}"
-        rows.append([name, *cells, *["-"] * (6 - len(cells)), equal])
-    rows.append(["reading the memory", "-", "-", "-", "-", f"{memory / 1e9:.1f}", "1.00", "-"])
+        equal = _counts(prompts)
+        rows.append([name, *cells, *["-"] * (6 - len(cells)), *equal])
+    counts = ["equal", AS_FLOAT32][: len(equal)]
+    rows.append(["reading the memory", "-", "-", "-", "-", f"{memory / 1e9:.1f}", "1.00", *["-"] * len(counts)])
     headings = ["", "whole call, tokens/s", "decoding, tokens/s", "first token, ms", "MB a token", "GB/s"]
-    return markdown([*headings, "of the read speed", "equal"], rows)
+    return markdown([*headings, "of the read speed", *counts], rows)
 
 
 def _passes_per_token(results: list[dict[str, Any]], num_layers: int) -> float:

@@ -1,6 +1,6 @@
 // Attention, softmax(scale * q.k + mask).v, of a few queries of one head, which read its keys and then its values once.
-// Sums are in float, in an order that depends neither on the number of queries nor on masked slots at the end. See
-// vectorized.h for `Value`.
+// Sums are in float, in an order that depends neither on the number of queries nor on masked slots, wherever they are:
+// padding, and other branches of a tree. See vectorized.h for `Value`.
 #pragma once
 
 #include <limits>
@@ -19,20 +19,35 @@ constexpr int kWide = 2, kSlotsAtOnce = 2;
 
 inline int64_t rounded_up(int64_t slots) { return (slots + Floats::size() - 1) / Floats::size() * Floats::size(); }
 
+// The sum of weights, `size` of them, a multiple of the register size. Those that are zero, as of masked slots, have no
+// place in its order. `spare` has room for as many.
+inline float sum_of(const float* weights, int64_t size, float* spare) {
+  int64_t count = 0, first = 0;
+  for (int64_t s = 0; s < size; ++s) count += weights[s] != 0.0f;
+  for (int64_t s = 0; s < count; ++s) first += weights[s] != 0.0f;
+  if (first < count) {  // with zeros among them
+    for (int64_t s = 0, next = 0; next < count; ++s) {
+      spare[next] = weights[s];
+      next += weights[s] != 0.0f;
+    }
+    std::fill(spare + count, spare + rounded_up(count), 0.0f);
+    weights = spare;
+  }
+  Floats sums(0.0f);
+  for (int64_t s = 0; s < count; s += Floats::size()) sums = sums + Floats::loadu(weights + s);
+  return total(sums);
+}
+
 // Softmax in place; all zeros if everything is masked. `size` is a multiple of the register size.
-inline void softmax(float* scores, int64_t size) {
+inline void softmax(float* scores, int64_t size, float* spare) {
   const float kMasked = -std::numeric_limits<float>::infinity();
-  Floats highest(kMasked), sums(0.0f);
+  Floats highest(kMasked);
   for (int64_t s = 0; s < size; s += Floats::size()) highest = at::vec::maximum(highest, Floats::loadu(scores + s));
   const float largest =
       at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return at::vec::maximum(a, b); }, highest);
   if (largest == kMasked) return std::fill(scores, scores + size, 0.0f);
-  for (int64_t s = 0; s < size; s += Floats::size()) {
-    const Floats weights = (Floats::loadu(scores + s) - Floats(largest)).exp();
-    weights.store(scores + s);
-    sums = sums + weights;
-  }
-  const Floats share(1.0f / total(sums));
+  for (int64_t s = 0; s < size; s += Floats::size()) (Floats::loadu(scores + s) - Floats(largest)).exp().store(scores + s);
+  const Floats share(1.0f / sum_of(scores, size, spare));
   for (int64_t s = 0; s < size; s += Floats::size()) (Floats::loadu(scores + s) * share).store(scores + s);
 }
 
@@ -84,8 +99,8 @@ void attend_in_parts(const Queries& queries, const Value* k, const Value* v, int
   constexpr int64_t kSize = Floats::size();
   const int64_t even = rounded_up(slots), wide = rounded_up(size);
   thread_local std::vector<float> held;
-  held.resize(kQueries * (even + wide));
-  float *scores = held.data(), *q = scores + kQueries * even;
+  held.resize(kQueries * (even + wide) + even);
+  float *scores = held.data(), *q = scores + kQueries * even, *spare = q + kQueries * wide;
   for (int m = 0; m < kQueries; ++m)  // upcast once rather than for each slot
     for (int64_t d = 0; d < size; d += kSize) load(queries.values[m] + d, size - d).store(q + m * wide + d);
   int64_t slot = 0;
@@ -95,7 +110,7 @@ void attend_in_parts(const Queries& queries, const Value* k, const Value* v, int
   for (int m = 0; m < kQueries; ++m) {
     float* own = scores + m * even;
     std::fill(own + slots, own + even, -std::numeric_limits<float>::infinity());
-    softmax(own, even);
+    softmax(own, even, spare);
   }
   for (int64_t d = 0; d < size; d += kWide * kSize) {
     Floats sums[kQueries][kWide];

@@ -98,14 +98,14 @@ LinearWeight integers(const char* name, const Tensor& weight, const Tensor& scal
   return found;
 }
 
-// A weight of the kernel's dtype or, in panels, in half precision for a kernel in float32.
+// A weight of the kernel's dtype, or in half precision for a kernel in float32; panels are in half precision.
 LinearWeight values(const char* name, const Tensor& weight, ScalarType dtype) {
   LinearWeight found{};
   found.in_panels = weight.dim() == 4;
   const ScalarType stored = weight.scalar_type();
   const bool is_half = stored == ScalarType::BFloat16 || stored == ScalarType::Half;
   STD_TORCH_CHECK(!found.in_panels || is_half, name, ": panels of another dtype");
-  if (found.in_panels && dtype == ScalarType::Float)
+  if (is_half && dtype == ScalarType::Float)
     found.stored = stored == ScalarType::Half ? Stored::kHalf : Stored::kBFloat16, dtype = stored;
   found.values = contiguous_data(name, weight, dtype);
   return found;

@@ -316,6 +316,10 @@ void multiply_by(const RowsOfProduct& call, const Value* x, const Value* bias, V
     multiply_rows<Weight, false>(x, rows, values + first * size, size, Scales{}, bias, y, stride, count);
   };
   if (weight.stored == Stored::kValues) return run_plain(static_cast<const Value*>(weight.values));
+  if constexpr (std::is_same_v<Value, float>) {  // upcast as they are read
+    if (weight.stored == Stored::kBFloat16) return run_plain(static_cast<const at::BFloat16*>(weight.values));
+    if (weight.stored == Stored::kHalf) return run_plain(static_cast<const at::Half*>(weight.values));
+  }
   if (weight.stored == Stored::kInt4) {
     const auto* w = static_cast<const uint8_t*>(weight.values) + first * size / 2;
     const float* s = weight.scales + 2 * first;

@@ -16,6 +16,7 @@ from ...base_model.unembed import greedy_tokens
 from ...depth.early_exit import exit_scores
 from ...depth.gates import SegmentRun, active
 from ...kernels.reference import exit_mask
+from ...weights.upcast import dtype_now
 from .step_tensors import StepTensors
 
 WINDOW = 16  # tokens
@@ -43,7 +44,7 @@ class ExitSteps:
         self.num_layers = self.parts.structure.num_layers
         shape = (rows, WINDOW, self.parts.structure.hidden_size)
         with torch.inference_mode(False):
-            empty = torch.zeros(shape, dtype=self.parts.model.dtype, device=device)
+            empty = torch.zeros(shape, dtype=dtype_now(self.parts.model), device=device)
             self.states = {layer: empty.clone() for layer in exit_layers}  # of the window, by layers executed
             self.exited_state = empty[:, :1].clone()  # of each row's current token, after an exit head
             self.exit_layers = torch.full((rows,), self.num_layers, device=device)  # of each row's current token

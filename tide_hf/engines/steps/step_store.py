@@ -244,7 +244,10 @@ class CompiledSteps(StepStore):
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
         parts = buffers.parts
         self._reading = self._reading or StepReading(parts.weights, parts.draft_unembed.head)
-        with gqa_attention(parts.model), self._reading.in_step(kind, tokens) as (fused, may_copy):
+        with (
+            gqa_attention(parts.model),
+            self._reading.in_step(kind, buffers.rows, tokens // buffers.rows) as (fused, may_copy),
+        ):
             return self.compiler.compile(function, buffers.state(), fused, may_copy)
 
 
