@@ -84,8 +84,8 @@ class AttachOptions:
             With float32, a model in half precision, or quantised over such, keeps its weights as they are, and gives
             the answers of the same model loaded in float32. `"auto"`: float32 on CPUs where kernels are at hand and
             it is measured no slower than 0.95 of the model's dtype, else the model's dtype; `last_exit_stats` says
-            which. Refused by name on GPUs, for models that read images, recurrent models, adapters, and models whose
-            code rounds by itself. A call may name another one.
+            which. Refused by name on GPUs, for models that read images, recurrent ones, those with adapters, those that
+            processes share, and those whose code rounds by itself. A call may name another one.
     """
 
     mode: str = "self_speculative"

@@ -5,7 +5,7 @@ import torch
 from drafters import use_drafter
 from families import ATTENTION, slow_but, tiny_model
 from on_steps import LAYERS, NEW, OPTIONS, check_drafts, prompts
-from packed_weights import Graphs, attach_packed, set_fastest_layouts
+from packed_weights import Graphs, attach_packed, converted, set_fastest_layouts
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tide_hf import TIDEModelForCausalLM
@@ -46,7 +46,7 @@ def test_every_family_generates_the_base_models_tokens(family):
 
 
 @pytest.mark.parametrize("has_memory", [True, False])
-def test_qkv_and_gate_and_up_are_fused_unless_there_is_no_memory_for_a_copy(tiny_llama, monkeypatch, has_memory):
+def test_qkv_and_gate_and_up_are_fused_without_a_copy_where_memory_is_short(tiny_llama, monkeypatch, has_memory):
     model, graphs = tiny_llama(num_hidden_layers=LAYERS), Graphs()
     expected = model.generate(**prompts(), **OPTIONS)
     if not has_memory:
@@ -54,7 +54,8 @@ def test_qkv_and_gate_and_up_are_fused_unless_there_is_no_memory_for_a_copy(tiny
     steps = attach_packed(model, compile_graph=graphs)
     assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
     assert steps.replays > 0
-    assert set(graphs.products) == ({3, 2} if has_memory else set())
+    assert set(graphs.products) == {3, 2}
+    assert PlainWeight in converted(model)
 
 
 @pytest.mark.parametrize("change", ["in place", "data"])

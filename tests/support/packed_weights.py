@@ -8,6 +8,7 @@ from on_steps import attach_compiled as attach
 from torch.nn import functional
 
 from tide_hf.engines.steps.fused_linears import LINEAR
+from tide_hf.kernels.cpu.cpp_kernels import load_op
 from tide_hf.weights import layouts as weight_layouts
 from tide_hf.weights.layouts import (
     PROBED_ROWS,
@@ -78,7 +79,8 @@ class Graphs:
         self.products = []
 
     def __call__(self, graph, _inputs):
-        sizes = [len(node.args[1]) for node in graph.graph.nodes if node.target is LINEAR]
+        gemm = load_op("skinny_gemm", torch.float32)
+        sizes = [len(node.args[1]) for node in graph.graph.nodes if node.target in (LINEAR, gemm)]
         self.products += [size for size in sizes if size > 1]
         return as_traced(graph, _inputs)
 

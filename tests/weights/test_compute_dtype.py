@@ -226,18 +226,21 @@ class Rounding(nn.Module):
         ("gemma3", {}, "reads images"),
         ("qwen3_next", {}, "a recurrent model"),
         ("adapters", {}, "adapters, which compute in their own dtype"),
+        ("shared", {}, "a model that processes share"),
         ("rounding", {}, r"LlamaForCausalLM, which rounds in aten\._to_copy"),
         ("float64", {}, r"a model in torch\.float64"),
         ("llama", {"compute_dtype": "float16"}, "compute_dtype='float16'"),
     ],
 )
 def test_what_cannot_compute_in_float32_says_so(family, settings, reason):
-    is_llama = family in ("adapters", "rounding", "float64")
+    is_llama = family in ("adapters", "shared", "rounding", "float64")
     model = tiny_model("llama" if is_llama else family).to(torch.float64 if family == "float64" else torch.bfloat16)
     if family == "rounding":
         model.model.norm = Rounding(32).to(torch.bfloat16)
     if family == "adapters":
         model.peft_config = {}
+    if family == "shared":
+        model._tp_size = 2
     with pytest.raises(UnsupportedOptionError, match=f"cannot compute in float.* here: got .*{reason}"):
         attach(model, **settings)
     assert not isinstance(model, TIDEModelForCausalLM)

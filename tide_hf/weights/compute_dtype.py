@@ -88,6 +88,7 @@ class ComputeDtype:
             "a model that reads images or other media": takes_media(model),
             "a recurrent model": self.structure.is_recurrent,
             "adapters, which compute in their own dtype": hasattr(model, "peft_config"),
+            "a model that processes share": (getattr(model, "_tp_size", None) or 1) > 1,
         }
         return next((fact for fact, holds in facts.items() if holds), None)
 
