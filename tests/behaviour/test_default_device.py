@@ -18,7 +18,7 @@ def test_weight_layouts_are_measured_and_heads_hashed_on_the_cpu():
     expected = unembed_hash(head)
     with ELSEWHERE:
         assert unembed_hash(head) == expected
-        assert min(_measure(PrepackedWeight, torch.float32, [1, 4])) > 0
+        assert min(_measure(PrepackedWeight, torch.float32, [1, 4], torch.float32)) > 0
 
 
 @pytest.mark.usefixtures("fresh_kernels")

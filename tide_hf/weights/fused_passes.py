@@ -67,6 +67,7 @@ class FusedPasses:
         self.most_tokens = min(limit for _, limit in found.values())  # of a pass whose layers the kernel runs
         self._may_join = layers.may_join
         self._is_chain = True  # so far in this pass
+        self._by_kernel = False  # whether the kernel has run all layers so far in this pass
         self._called = -1  # the layer that was called last
         self._first: Tensor | None = None  # the first layer's input in this pass
         self._given: tuple[Any, ...] = (None, None, None)  # the last layer's output, angles and mask
@@ -76,8 +77,8 @@ class FusedPasses:
 
     @property
     def run_all(self) -> bool:
-        """Whether the kernel runs all layers in passes over drafts."""
-        return self._joins and len(self._found) == self._num_layers and self.most_tokens >= DECODE_ROWS[-1]
+        """Whether the kernel runs all layers in passes over drafts on this cache, as it did in the last pass."""
+        return self._joins and self._by_kernel and self.most_tokens >= DECODE_ROWS[-1]
 
     @property
     def last_pass(self) -> tuple[Tensor, Tensor, tuple[Tensor, ...]] | None:
@@ -95,14 +96,14 @@ class FusedPasses:
                 raise _changed(idx)
             return gate.with_state(None, state)
         if idx == 0:
-            self._first = state
+            self._first, self._by_kernel = state, len(self._found) == self._num_layers
         self._is_chain = idx == 0 or (self._is_chain and is_next and follows)
         fused, limit = self._found.get(idx, (None, 0))
         suits = fused is not None and _may_run(state.shape[0] * state.shape[1], limit) and _is_plain(kwargs.get(CACHE))
         taken = fused.arguments_of(args, kwargs) if fused is not None and suits else None
         if taken is None:
             output = gate.native(*args, **kwargs)
-            self.end = idx + 1
+            self.end, self._by_kernel = idx + 1, False
         else:
             self.end = self._end_from(idx, kwargs[CACHE], state.shape[0] * state.shape[1])
             output = gate.with_state(None, self._run(idx, kwargs[CACHE], *taken))
@@ -119,7 +120,7 @@ class FusedPasses:
         """The end of the layers that may run in one call with layer `idx`."""
         run, end = active_run(), idx + 1
         most, length = run.joined_layers(idx) if self._joins and run is not None else end, _length(cache, idx)
-        while end < most:
+        while end < most and length is not None:
             fused, limit = self._found.get(end, (None, 0))
             is_alike = fused is not None and _may_run(tokens, limit) and fused.is_like(self._found[idx][0])
             if not is_alike or _length(cache, end) != length:

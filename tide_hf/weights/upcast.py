@@ -33,7 +33,7 @@ _upcasts: ContextVar[bool] = ContextVar("tide_hf_upcasts", default=False)
 
 def upcasts() -> bool:
     """Whether models in half precision compute in float32 now."""
-    return _upcasts.get()
+    return not torch.compiler.is_dynamo_compiling() and _upcasts.get()
 
 
 @contextmanager
