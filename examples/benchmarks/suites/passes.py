@@ -132,8 +132,9 @@ def run(bench: Bench, settings: Settings) -> dict[str, Any]:
 
 
 def attached(bench: Bench, engine: str) -> Any:
-    """A copy with TIDE attached, its kernels built and its weights as they read them."""
-    model = TIDEModelForCausalLM.attach(weight_sharing_copy(bench.model), engine=engine)
+    """A copy with TIDE attached, in the model's own dtype; its kernels built and its weights as they read them."""
+    copy = weight_sharing_copy(bench.model)
+    model = TIDEModelForCausalLM.attach(copy, engine=engine, compute_dtype=copy.dtype)
     model.tide_warm_up(engine=EAGER)
     return model
 
