@@ -41,18 +41,20 @@ CPU_SOURCES = (
     *("skinny_gemm", "groupwise_gemm", "decode_attention", "prefill_attention"),
     "decoder_layers",
 )
-CPU_HEADERS = ("arguments.h", "vectorized.h", "rms_norm.h", "attend.h", "int4_weight.h", "panels.h")
+CPU_HEADERS = ("arguments.h", "vectorized.h", "rms_norm.h", "attend.h", "int4_weight.h", "panels.h", "tiles.h")
 VALUES = ("float", "c10::BFloat16", "c10::Half")
 CPU_FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),  # sums round as the source says
     f"-ffile-prefix-map={HERE}={HERE.name}",  # error messages name the source, wherever it was compiled
 )
+AVX512 = "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c"
 # For each machine, PyTorch's name and compiler flags of each level, as `cpu_level` names them.
 CPU_LEVELS: dict[str, dict[str, tuple[str, str]]] = {
     "x86_64": {
-        "avx512bf16": ("AVX512", "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mavx512bf16 -mfma -mf16c"),
-        "avx512": ("AVX512", "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c"),
+        "amx": ("AVX512", f"{AVX512} -mavx512bf16 -DTIDE_AMX"),
+        "avx512bf16": ("AVX512", f"{AVX512} -mavx512bf16"),
+        "avx512": ("AVX512", AVX512),
         "avx2": ("AVX2", "-mavx2 -mfma -mf16c"),
         "default": ("DEFAULT", ""),
     },

@@ -5,6 +5,7 @@
 // are contiguous. A kernel uses at most `threads` threads.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 // The weight of a linear layer, (out, in): values of the kernel's dtype, values in half precision for a kernel in float32,
@@ -24,19 +25,19 @@ struct LinearWeight {
   const float* scales;
   int64_t groups;
   bool has_zeros, in_panels;
-
-  // Rows that only whole products take.
-  int64_t unit() const { return in_panels ? kPanelRows : stored == Stored::kInt4 ? 64 : 1; }
 };
 
-// The product of all rows of an input (rows, size) with rows from `first` on of a weight of `all` rows, a multiple of its
-// units, by one thread; output (rows, stride), from its first column on.
+// The product of all rows of an input (rows, size) with rows from `first` on of a weight of `all` rows, in whole units, by one thread; output (rows, stride), from its first column on. Products of one `number` have the same input,
+// which a thread converts once.
 struct RowsOfProduct {
   const LinearWeight* weight;
+  int64_t number;
   const void *input, *bias;  // of the first row, or null
   void* output;
   int64_t all, rows, size, first, count, stride;
 };
+
+inline std::atomic<int64_t> last_number{0};  // of a product's input
 
 struct SkinnyGemm {
   static constexpr const char* kName = "skinny_gemm";  // of the op

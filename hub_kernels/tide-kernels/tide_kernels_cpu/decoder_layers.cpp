@@ -39,14 +39,26 @@ inline void silu_multiply(const Value* gate, const Value* up, Value* y, int64_t 
   }
 }
 
-// Rows of a weight at a time, for a number of tokens: as many as the products keep in registers.
+// Rows of a weight at a time, for a number of tokens: as many as the products keep in registers, or tiles.
+#if defined(TIDE_AMX)
+constexpr int64_t tile_rows(int64_t tokens) { return tokens <= 16 ? 128 : 64; }
+#else
 constexpr int64_t tile_rows(int64_t tokens) { return tokens <= 2 ? 128 : tokens <= 6 ? 64 : 48; }
+#endif
 
-constexpr int64_t kPhases = 5;  // of a layer, which have tiles
+constexpr int64_t kTokensAtOnce = 256;  // which a thread's copy of a product's input holds
 
 struct Range {
   int64_t from, count;
 };
+
+struct Input {  // of products: some tokens, and the number that their values have in this thread
+  int64_t number;
+  Range tokens;
+};
+
+// Phases of a layer, which have tiles: attention, and four products of some tokens after the others.
+constexpr int64_t phases(int64_t tokens) { return 1 + 4 * ((tokens + kTokensAtOnce - 1) / kTokensAtOnce); }
 
 // What the members of a team share: results of QKV (tokens, heads of all three, head_size), of attention (tokens, heads,
 // head_size) and of the MLP's activation (tokens, inner), and masks.
@@ -105,23 +117,27 @@ class Member {
     ++phase;
   }
 
-  // Run tiles of the rows of a product, `all`, in whole units.
+  // Run tiles of the rows of a product, `all`, in whole units, for some tokens after the others.
   template <class Run>
   void for_tiles(int64_t all, int64_t unit, const Run& run) {
     const int64_t units = (all + unit - 1) / unit, members = team.members();
     const int64_t some = (units * unit + tile_rows(tokens) - 1) / tile_rows(tokens);
     const int64_t tiles = std::min(units, (some + members - 1) / members * members);
-    for_parts(tiles, [&](int64_t tile) {
-      const int64_t from = units * tile / tiles * unit, to = std::min(all, units * (tile + 1) / tiles * unit);
-      run(Range{from, to - from});
-    });
+    for (int64_t t = 0; t < tokens; t += kTokensAtOnce) {
+      const Input input{++last_number, {t, std::min(kTokensAtOnce, tokens - t)}};
+      for_parts(tiles, [&](int64_t tile) {
+        const int64_t from = units * tile / tiles * unit, to = std::min(all, units * (tile + 1) / tiles * unit);
+        run(Range{from, to - from}, input);
+      });
+    }
   }
 
-  // The product of all tokens with rows of a weight (all, size), into (tokens, stride) from its first column on.
-  void multiply(const LinearWeight& weight, const Value* x, int64_t size, int64_t all, Range rows, const void* bias, Value* into,
-                int64_t stride) {
+  // The product of some tokens with rows of a weight (all, size), into (its tokens, stride) from its first column on.
+  void multiply(const LinearWeight& weight, const Value* x, const Input& input, int64_t size, int64_t all, Range rows,
+                const void* bias, Value* into, int64_t stride) {
     const auto* b = static_cast<const Value*>(bias);
-    ::run<Value>(RowsOfProduct{&weight, x, b == nullptr ? b : b + rows.from, into, all, tokens, size, rows.from, rows.count, stride});
+    ::run<Value>(RowsOfProduct{&weight, input.number, x + input.tokens.from * size, b == nullptr ? b : b + rows.from, into, all,
+                               input.tokens.count, size, rows.from, rows.count, stride});
   }
 
   // The mask as floats that are added to the scores, (masks, width, slots).
@@ -154,13 +170,13 @@ class Member {
     const int64_t size = call.head_size, stride = (call.heads + 2 * call.kv_heads) * size;
     const int64_t firsts[] = {0, call.heads * size, (call.heads + call.kv_heads) * size, stride};
     int64_t unit = 1;
-    for (int i = 0; i < 3; ++i) unit = std::max(unit, layer.weights[i].unit());  // of which all three have whole numbers
-    for_tiles(stride, unit, [&](Range rows) {
+    for (int i = 0; i < 3; ++i) unit = std::max(unit, unit_of(layer.weights[i]));  // of which all three have whole numbers
+    for_tiles(stride, unit, [&](Range rows, const Input& input) {
       for (int i = 0; i < 3; ++i) {
         const int64_t from = std::max(rows.from, firsts[i]), to = std::min(rows.from + rows.count, firsts[i + 1]);
         if (from >= to) continue;
-        multiply(layer.weights[i], normalised.data(), call.size, firsts[i + 1] - firsts[i], {from - firsts[i], to - from},
-                 layer.biases[i], shared.projected.data() + from, stride);
+        multiply(layer.weights[i], normalised.data(), input, call.size, firsts[i + 1] - firsts[i], {from - firsts[i], to - from},
+                 layer.biases[i], shared.projected.data() + input.tokens.from * stride + from, stride);
       }
     });
   }
@@ -215,24 +231,27 @@ class Member {
 
   // Add some columns of a product to the states.
   void add_product(const LinearWeight& weight, const Value* x, int64_t size, const void* bias) {
-    for_tiles(call.size, weight.unit(), [&](Range rows) {
-      product.resize(tokens * rows.count);
-      multiply(weight, x, size, call.size, rows, bias, product.data(), rows.count);
-      for (int64_t t = 0; t < tokens; ++t) add(product.data() + t * rows.count, states + t * call.size + rows.from, rows.count);
+    for_tiles(call.size, unit_of(weight), [&](Range rows, const Input& input) {
+      const auto [first, count] = input.tokens;
+      product.resize(count * rows.count);
+      multiply(weight, x, input, size, call.size, rows, bias, product.data(), rows.count);
+      for (int64_t t = 0; t < count; ++t)
+        add(product.data() + t * rows.count, states + (first + t) * call.size + rows.from, rows.count);
     });
   }
 
   // Compute some of the MLP's activations.
   void activate(const DecoderLayer& layer) {
     normalise(layer.mlp_norm, call.mlp_eps);
-    for_tiles(call.inner, std::max(layer.weights[4].unit(), layer.weights[5].unit()), [&](Range rows) {
-      product.resize(2 * tokens * rows.count);
-      Value *gate = product.data(), *up = gate + tokens * rows.count;
-      multiply(layer.weights[4], normalised.data(), call.size, call.inner, rows, nullptr, gate, rows.count);
-      multiply(layer.weights[5], normalised.data(), call.size, call.inner, rows, nullptr, up, rows.count);
-      for (int64_t t = 0; t < tokens; ++t)
-        silu_multiply(gate + t * rows.count, up + t * rows.count, shared.activated.data() + t * call.inner + rows.from,
-                      rows.count);
+    for_tiles(call.inner, std::max(unit_of(layer.weights[4]), unit_of(layer.weights[5])), [&](Range rows, const Input& input) {
+      const auto [first, count] = input.tokens;
+      product.resize(2 * count * rows.count);
+      Value *gate = product.data(), *up = gate + count * rows.count;
+      multiply(layer.weights[4], normalised.data(), input, call.size, call.inner, rows, nullptr, gate, rows.count);
+      multiply(layer.weights[5], normalised.data(), input, call.size, call.inner, rows, nullptr, up, rows.count);
+      for (int64_t t = 0; t < count; ++t)
+        silu_multiply(gate + t * rows.count, up + t * rows.count,
+                      shared.activated.data() + (first + t) * call.inner + rows.from, rows.count);
     });
   }
 };
@@ -248,5 +267,5 @@ void run<Value>(const DecoderLayers& call) {
   shared.activated.resize(tokens * call.inner);
   const int64_t threads = std::min(call.threads, 1 + tokens * call.size * projected / kMinWorkPerThread);
   Shared& own = shared;  // of this thread, in all members
-  on_team(threads, kPhases * call.count, [&](Team& team, int64_t index) { Member(call, own, team, index).run(); });
+  on_team(threads, phases(tokens) * call.count, [&](Team& team, int64_t index) { Member(call, own, team, index).run(); });
 }

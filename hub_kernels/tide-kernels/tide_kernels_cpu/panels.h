@@ -223,30 +223,50 @@ constexpr auto panels_by_rows(std::integer_sequence<int, kRows...>) {
 
 constexpr int64_t kPanelBytes = 262144;  // of weights that stay in a core's L2 cache while all rows of the input use them
 
+// An input that a thread has converted. Those of one number have the same values, for all products of a weight's rows.
+struct KnownInput {
+  const Value* from = nullptr;
+  int64_t number = -1, rows = 0, groups = 0;
+
+  // Whether it is another; it is known then.
+  bool replace(const KnownInput& other) {
+    if (from == other.from && number == other.number && rows == other.rows && groups == other.groups) return false;
+    *this = other;
+    return true;
+  }
+};
+
+// Sum each of `count` groups of `size` values, a multiple of the register size.
+template <class Input>
+void sum_groups(const Input* x, int64_t count, int64_t size, std::vector<float>& sums) {
+  sums.resize(count);
+  for (int64_t i = 0; i < count; ++i) {
+    Floats sum(0.0f);
+    for (int64_t k = 0; k < size; k += Floats::size()) sum = sum + to_floats(x + i * size + k);
+    sums[i] = total(sum);
+  }
+}
+
 // Multiply all rows of the input by `count` rows of the weights, whole panels; y (rows, size_out).
 template <class Panel, bool kIsGrouped>
-void multiply_all_panels(const Value* given, int64_t rows, int64_t size, const char* w, PanelScales scales, const Value* bias,
-                         Value* y, int64_t size_out, int64_t count) {
+void multiply_all_panels(const Value* given, int64_t number, int64_t rows, int64_t size, const char* w, PanelScales scales,
+                         const Value* bias, Value* y, int64_t size_out, int64_t count) {
   static constexpr auto kByRows = panels_by_rows<Panel, kIsGrouped>(std::make_integer_sequence<int, kPanelTile>());
   using Input = PanelInput<Panel>;
+  thread_local KnownInput known;
+  thread_local std::vector<Input> floats;
+  thread_local std::vector<float> sums;
+  constexpr bool kIsConverted = !std::is_same_v<Value, Input>;
   const auto* x = reinterpret_cast<const Input*>(given);
-  if constexpr (!std::is_same_v<Value, Input>) {
-    thread_local std::vector<Input> floats;
-    floats.resize(rows * size);
-    at::vec::convert(given, floats.data(), rows * size);
-    x = floats.data();
-  }
-  if constexpr (kIsGrouped) {
-    thread_local std::vector<float> sums;
-    sums.resize(rows * scales.groups);
-    const int64_t group = size / scales.groups;
-    for (int64_t i = 0; i < rows * scales.groups; ++i) {
-      Floats sum(0.0f);
-      for (int64_t k = 0; k < group; k += Floats::size()) sum = sum + Floats::loadu(x + i * group + k);
-      sums[i] = total(sum);
+  if (known.replace({given, number, rows, kIsGrouped ? scales.groups : 0})) {
+    if constexpr (kIsConverted) {
+      floats.resize(rows * size);
+      at::vec::convert(given, floats.data(), rows * size);
     }
-    scales.sums = sums.data();
+    if constexpr (kIsGrouped) sum_groups(given, rows * scales.groups, size / scales.groups, sums);
   }
+  if constexpr (kIsConverted) x = floats.data();
+  scales.sums = sums.data();
   const int64_t bytes = size / Panel::kStep * Panel::kBytes, tiles = (rows + kPanelTile - 1) / kPanelTile;
   const int64_t all = count / kPanelRows, some = tiles == 1 ? all : std::clamp<int64_t>(kPanelBytes / bytes, 4, 24) / 4 * 4;
   for (int64_t p = 0; p < all; p += some) {

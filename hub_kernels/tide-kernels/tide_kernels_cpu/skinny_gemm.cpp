@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "int4_weight.h"
-#include "panels.h"
+#include "tiles.h"
 
 namespace {
 
@@ -295,7 +295,13 @@ void multiply_by_panels(const RowsOfProduct& call, const Value* x, const Value* 
   const auto run = [&](auto panel, auto is_grouped) {
     using Panel = decltype(panel);
     const auto* w = static_cast<const char*>(weight.values) + call.first / kPanelRows * (call.size / Panel::kStep * Panel::kBytes);
-    multiply_all_panels<Panel, is_grouped.value>(x, call.rows, call.size, w, scales, bias, y, call.stride, call.count);
+    constexpr bool kIsGrouped = is_grouped.value;
+#if defined(TIDE_AMX)
+    if constexpr (kHasTiles<Panel> && !kIsGrouped)
+      if (fit_tiles(call.size))
+        return multiply_by_tiles<Panel>(x, call.number, call.rows, call.size, w, scales.values, bias, y, call.stride, call.count);
+#endif
+    multiply_all_panels<Panel, kIsGrouped>(x, call.number, call.rows, call.size, w, scales, bias, y, call.stride, call.count);
   };
   constexpr std::true_type kGrouped;
   constexpr std::false_type kWhole;
@@ -355,16 +361,17 @@ void run<Value>(const SkinnyGemm& call) {
   const int64_t parts = threads == 1 ? 1 : threads * std::clamp<int64_t>(work / threads / kWorkPerPart, 1, kMaxParts);
   const auto* b = static_cast<const Value*>(call.bias);
   auto* y = static_cast<Value*>(call.output);
+  const int64_t number = ++last_number;
   std::atomic<int64_t> next{0};
   on_threads(threads, [&](int64_t) {
     for (int64_t part = next++; part < parts; part = next++) {
       const int64_t start = size_out * part / parts, end = size_out * (part + 1) / parts;
       int64_t first = 0;
       for (int64_t i = 0; i < call.count; first += call.sizes_out[i++]) {
-        const int64_t all = call.sizes_out[i], unit = call.weights[i].unit();
-        const int64_t from = std::clamp<int64_t>(start - first, 0, all) / unit * unit;
-        const int64_t count = std::clamp<int64_t>(end - first, 0, all) / unit * unit - from;
-        run<Value>(RowsOfProduct{call.weights + i, call.input, b == nullptr ? b : b + first + from, y + first + from, all, rows,
+        const int64_t all = call.sizes_out[i], unit = unit_of(call.weights[i]);
+        const auto bound = [=](int64_t row) { return row >= all ? all : std::max<int64_t>(row, 0) / unit * unit; };
+        const int64_t from = bound(start - first), count = bound(end - first) - from;
+        run<Value>(RowsOfProduct{call.weights + i, number, call.input, b == nullptr ? b : b + first + from, y + first + from, all, rows,
                                  size, from, count, size_out});
       }
     }

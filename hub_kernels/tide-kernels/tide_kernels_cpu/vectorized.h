@@ -119,6 +119,16 @@ ALWAYS_INLINE inline void horizontal_sums(const Floats* sums, float* found) {
 #endif
 }
 
+// Rows of a weight that products take together, except for the last ones.
+inline int64_t unit_of(const LinearWeight& weight) {
+#if defined(TIDE_AMX)
+  constexpr int64_t kPanels = 4;
+#else
+  constexpr int64_t kPanels = 1;
+#endif
+  return weight.in_panels ? kPanels * kPanelRows : weight.stored == Stored::kInt4 ? 64 : 1;
+}
+
 // Call `run(i)` for each i < count, on threads of PyTorch's pool; a pool of one's own would compete with it.
 template <class Run>
 inline void on_threads(int64_t count, const Run& run) {

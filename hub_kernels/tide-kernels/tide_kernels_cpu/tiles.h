@@ -1,0 +1,275 @@
+// Products with weights in panels by AMX, whose instructions multiply tiles of 16 rows of the input by 32 columns of a panel,
+// in bfloat16, and sum in float. A value of 32 bits is the sum of three in bfloat16, and one of half precision of two, so
+// nothing of the input is rounded. As each row of a tile has sums of its own, none depends on the number of rows. A pass
+// over 16 tokens thus takes little longer than the memory needs to give the weights. A single row of the input is
+// multiplied by AVX-512, which keeps the memory busier, in the order in which AMX sums. See vectorized.h for `Value`.
+#pragma once
+
+#include "panels.h"
+
+#if defined(TIDE_AMX)
+namespace {
+
+// Kinds of panels whose values bfloat16 has as well, and those that have to be written as tiles.
+template <class Panel>
+constexpr bool kIsWritten = std::is_same_v<Panel, ColumnPanel<int8_t>>;
+template <class Panel>
+constexpr bool kHasTiles = std::is_same_v<Panel, BFloat16Panel> || kIsWritten<Panel>;
+
+constexpr int64_t kTileRows = 16, kTileColumns = 32, kTileBytes = kTileRows * kTileColumns * 2;
+constexpr int kParts = std::is_same_v<Value, float> ? 3 : std::is_same_v<Value, at::Half> ? 2 : 1;  // of a value
+constexpr int kTilePanels = 4, kWeights = 2, kSums = 4;  // at a time; the first tiles of weights and of sums, after the input's
+constexpr int64_t kTilesAhead = 3;  // of each panel, which are prefetched
+
+// Assembly, since the compilers' functions do not say which memory they read.
+template <int kTile>
+inline void load_tile(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
+}
+template <int kTile>
+inline void store_tile(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile) : "memory");
+}
+template <int kTile>
+inline void clear_tile() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+}
+template <int kTo, int kInput, int kWeight>
+inline void multiply_tiles() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kTo), "i"(kInput), "i"(kWeight));
+}
+
+// Give this thread tiles of `rows` rows of the input and of sums.
+inline void configure_tiles(int64_t rows) {
+  struct alignas(64) {
+    uint8_t palette = 1, start = 0, unused[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } config;
+  for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = i == kWeights || i == kWeights + 1 ? kTileRows : rows;
+  asm volatile("ldtilecfg %0" ::"m"(config));
+}
+inline void release_tiles() { asm volatile("tilerelease"); }
+
+// Call `run` with 0 to kCount - 1, as constants.
+template <int... kIndices, class Run>
+inline void for_each(std::integer_sequence<int, kIndices...>, const Run& run) {
+  (run(std::integral_constant<int, kIndices>()), ...);
+}
+
+// Call `take(part, bfloat16)` for each part of 16 values, from the largest.
+template <class Take>
+inline void split(__m512 values, const Take& take) {
+  for_each(std::make_integer_sequence<int, kParts>(), [&](auto part) {
+    const auto taken = (__m256i)_mm512_cvtneps_pbh(values);
+    take(part, taken);
+    values = _mm512_sub_ps(values, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(taken), 16)));
+  });
+}
+
+// Write rows of the input as tiles, (size / 32, kParts, rows, 32).
+inline void write_input(const Value* x, int64_t rows, int64_t size, uint16_t* tiles) {
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t k = 0; k < size; k += Floats::size()) {
+      uint16_t* to = tiles + (k / kTileColumns * kParts * rows + m) * kTileColumns + k % kTileColumns;
+      split(to_floats(x + m * size + k), [&](int part, __m256i values) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + part * rows * kTileColumns), values);
+      });
+    }
+}
+
+// Write 32 columns of a panel of integers as pairs of bfloat16, (16, row, 2), which other panels hold.
+inline void write_tile(const char* w, char* tile) {
+  const __m512i upper = _mm512_set1_epi32(-65536);
+#pragma GCC unroll 4
+  for (int i = 0; i < kTileColumns; i += 2) {  // the lower half of an integer's float is zero
+    const auto float_at = [&](int k) {
+      return _mm512_castps_si512(ColumnPanel<int8_t>::at(reinterpret_cast<const int8_t*>(w) + k * kPanelRows, 0));
+    };
+    const __m512i pair = _mm512_or_si512(_mm512_srli_epi32(float_at(i), 16), _mm512_and_si512(float_at(i + 1), upper));
+    _mm512_store_si512(tile + i * kPanelRows * 2, pair);
+  }
+}
+
+// Add the products of 32 columns of the input, in tiles, and of as many of kPanels panels to the tiles of sums. Panels take
+// turns, since products that are added to one tile wait for each other, and prefetches stand between them: many at once
+// would keep loads waiting.
+template <int kPanels>
+inline void multiply_columns(const uint16_t* x, int64_t part, const char* w, int64_t stride, int64_t ahead) {
+  for_each(std::make_integer_sequence<int, (kPanels + 1) / 2>(), [&](auto pair) {
+    constexpr int kFirst = 2 * pair;
+    constexpr std::make_integer_sequence<int, std::min(2, kPanels - kFirst)> kBoth;
+    const char* from = w + kFirst * stride;
+    int64_t fetched = 0;
+    const auto fetch_quarter = [&] {
+      if (ahead == 0) return;
+      for (const int64_t end = fetched + kTileBytes / 4; fetched < end; fetched += 64)
+        for_each(kBoth, [&](auto p) { prefetch(from + p * stride + fetched, ahead); });
+    };
+    for_each(kBoth, [&](auto p) {
+      fetch_quarter();
+      load_tile<kWeights + p>(from + p * stride, kTileBytes / kTileRows);
+    });
+    for_each(std::make_integer_sequence<int, kParts>(), [&](auto i) {
+      constexpr bool kIsLoaded = kFirst != 0 && (kParts < 3 || i == 1);  // the third part takes the first one's tile
+      if constexpr (!kIsLoaded) load_tile<i % 2>(x + i * part, kTileColumns * 2);
+      if constexpr (i < 2) fetch_quarter();
+      for_each(kBoth, [&](auto p) { multiply_tiles<kSums + kFirst + p, i % 2, kWeights + p>(); });
+    });
+  });
+}
+
+// The distance to the bytes that are prefetched at a column of kPanels panels: what comes after the last is the next panels' start.
+template <int kPanels>
+inline int64_t bytes_ahead(int64_t k, int64_t size, int64_t bytes) {
+  const bool is_last = k + kTilesAhead * kTileColumns >= size;
+  return kTilesAhead * bytes + (is_last ? (kPanels - 1) * (size / kTileColumns * bytes) : 0);
+}
+
+// Multiply the configured rows of the input, in tiles, by kPanels panels; found (rows, kPanels, 16).
+template <class Panel, int kPanels>
+void multiply_panels_by_tiles(const uint16_t* x, int64_t rows, int64_t size, const char* w, float* found) {
+  constexpr int64_t kBytes = kTileColumns / Panel::kStep * Panel::kBytes;  // of a panel that one tile holds
+  constexpr std::make_integer_sequence<int, kPanels> kAll;
+  const int64_t stride = size / kTileColumns * kBytes, part = rows * kTileColumns;
+  alignas(64) char tiles[2][kIsWritten<Panel> ? kPanels : 1][kTileBytes];  // of these columns and, since writing takes time, the next
+  const auto write_tiles = [&](int64_t k) {
+    for (int p = 0; p < kPanels; ++p) {
+      const char* from = w + k / kTileColumns * kBytes + p * stride;
+      for (int64_t i = 0; i < kBytes; i += 64) prefetch(from + i, bytes_ahead<kPanels>(k, size, kBytes));
+      write_tile(from, tiles[k / kTileColumns % 2][p]);
+    }
+  };
+  for_each(kAll, [](auto p) { clear_tile<kSums + p>(); });
+  if constexpr (kIsWritten<Panel>) write_tiles(0);
+  for (int64_t k = 0; k < size; k += kTileColumns, x += kParts * part) {
+    if constexpr (kIsWritten<Panel>) {
+      if (k + kTileColumns < size) write_tiles(k + kTileColumns);
+      multiply_columns<kPanels>(x, part, tiles[k / kTileColumns % 2][0], kTileBytes, 0);
+    } else {
+      multiply_columns<kPanels>(x, part, w + k / kTileColumns * kBytes, stride, bytes_ahead<kPanels>(k, size, kBytes));
+    }
+  }
+  for_each(kAll, [&](auto p) { store_tile<kSums + p>(found + p * kPanelRows, kPanels * kPanelRows * sizeof(float)); });
+}
+
+// The same for one row of the input, in floats (size, kParts): even and odd columns of a tile are summed apart.
+template <class Panel, int kPanels>
+void multiply_panels_of_row(const float* x, int64_t size, const char* w, float* found) {
+  constexpr int64_t kBytes = kTileColumns / Panel::kStep * Panel::kBytes;
+  const int64_t stride = size / kTileColumns * kBytes;
+  Floats sums[kPanels];
+#pragma GCC unroll 4
+  for (int p = 0; p < kPanels; ++p) sums[p] = Floats(0.0f);
+  for (int64_t k = 0; k < size; k += kTileColumns) {
+    const int64_t ahead = bytes_ahead<kPanels>(k, size, kBytes);
+    Floats some[kPanels][kParts][2];
+#pragma GCC unroll 4
+    for (int p = 0; p < kPanels; ++p)
+#pragma GCC unroll 3
+      for (int part = 0; part < kParts; ++part) some[p][part][0] = some[p][part][1] = Floats(0.0f);
+    for (int64_t i = 0; i < kTileColumns; i += 2, x += 2 * kParts, w += 2 / Panel::kStep * Panel::kBytes) {
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; ++p) {
+        const char* from = w + p * stride;
+        const auto first = Panel::load(from, 0), second = Panel::load(from + (2 / Panel::kStep - 1) * Panel::kBytes, 0);
+        if (Panel::kStep == 2 || i % 4 == 0) prefetch(from, ahead);  // a cache line
+        const Floats weights[2] = {Panel::at(first, 0), Panel::at(second, Panel::kStep - 1)};
+#pragma GCC unroll 3
+        for (int part = 0; part < kParts; ++part)
+#pragma GCC unroll 2
+          for (int odd = 0; odd < 2; ++odd)
+            some[p][part][odd] = at::vec::fmadd(weights[odd], Floats(x[odd * kParts + part]), some[p][part][odd]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int p = 0; p < kPanels; ++p)
+#pragma GCC unroll 3
+      for (int part = 0; part < kParts; ++part) sums[p] = sums[p] + (some[p][part][0] + some[p][part][1]);
+  }
+  for (int p = 0; p < kPanels; ++p) sums[p].store(found + p * kPanelRows);
+}
+
+template <class Panel, int... kPanels>
+constexpr auto tiles_for_panels(std::integer_sequence<int, kPanels...>) {
+  return std::array{multiply_panels_by_tiles<Panel, kPanels + 1>...};
+}
+
+template <class Panel, int... kPanels>
+constexpr auto row_for_panels(std::integer_sequence<int, kPanels...>) {
+  return std::array{multiply_panels_of_row<Panel, kPanels + 1>...};
+}
+
+// Round (rows, count) sums, times scales and with a bias where there are any, to `Value`.
+inline void finish(float* found, int64_t rows, int64_t count, const float* scales, const Value* bias, Value* y, int64_t size_out) {
+  for (int64_t m = 0; m < rows; ++m, found += count) {
+    for (int64_t i = 0; i < count; i += Floats::size()) {
+      Floats sum = Floats::loadu(found + i);
+      if (scales != nullptr) sum = sum * Floats::loadu(scales + i);
+      if (bias != nullptr) sum = sum + to_floats(bias + i);
+      sum.store(found + i);
+    }
+    at::vec::convert(found, y + m * size_out, count);
+  }
+}
+
+// Call `run(panels, first)` with up to kTilePanels of all panels at a time, and finish what it finds.
+template <class Run>
+inline void for_panels(int64_t all, int64_t rows, const float* scales, const Value* bias, Value* y, int64_t size_out, const Run& run) {
+  alignas(64) float found[kTileRows * kTilePanels * kPanelRows];
+  for (int64_t p = 0; p < all; p += kTilePanels) {
+    const int64_t panels = std::min<int64_t>(kTilePanels, all - p), n = p * kPanelRows;
+    run(panels, p, found);
+    finish(found, rows, panels * kPanelRows, scales == nullptr ? scales : scales + n, bias == nullptr ? bias : bias + n, y + n, size_out);
+  }
+}
+
+// Whether tiles serve a product, whatever its number of rows.
+inline bool fit_tiles(int64_t size) { return size % kTileColumns == 0; }
+
+// Multiply all rows of the input by `count` rows of the weights, whole panels; y (rows, size_out).
+template <class Panel>
+void multiply_by_tiles(const Value* given, int64_t number, int64_t rows, int64_t size, const char* w, const float* scales,
+                       const Value* bias, Value* y, int64_t size_out, int64_t count) {
+  static constexpr std::make_integer_sequence<int, kTilePanels> kCounts;
+  static constexpr auto kByTiles = tiles_for_panels<Panel>(kCounts);
+  static constexpr auto kOfRow = row_for_panels<Panel>(kCounts);
+  thread_local KnownInput known;
+  thread_local std::vector<uint16_t> tiles;
+  thread_local std::vector<float> floats;
+  const int64_t row = kParts * size, all = count / kPanelRows, bytes = size / Panel::kStep * Panel::kBytes;
+  const bool is_new = known.replace({given, number, rows, 0});
+  if (rows == 1) {
+    if (is_new) {
+      floats.resize(row);
+      for (int64_t k = 0; k < size; k += Floats::size())
+        split(to_floats(given + k), [&](int part, __m256i values) {
+          float some[Floats::size()];
+          _mm512_storeu_si512(some, _mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
+          for (int i = 0; i < Floats::size(); ++i) floats[(k + i) * kParts + part] = some[i];
+        });
+    }
+    const auto mode = _mm_getcsr();
+    _mm_setcsr(mode | 0x8040);  // AMX takes the smallest numbers for zero
+    for_panels(all, 1, scales, bias, y, size_out, [&](int64_t panels, int64_t p, float* found) {
+      kOfRow[panels - 1](floats.data(), size, w + p * bytes, found);
+    });
+    return _mm_setcsr(mode);
+  }
+  if (is_new) {
+    tiles.resize(rows * row);
+    for (int64_t m = 0; m < rows; m += kTileRows)
+      write_input(given + m * size, std::min(kTileRows, rows - m), size, tiles.data() + m * row);
+  }
+  for (int64_t m = 0; m < rows; m += kTileRows) {
+    const int64_t some = std::min(kTileRows, rows - m);
+    configure_tiles(some);
+    for_panels(all, some, scales, bias, y + m * size_out, size_out, [&](int64_t panels, int64_t p, float* found) {
+      kByTiles[panels - 1](tiles.data() + m * row, some, size, w + p * bytes, found);
+    });
+  }
+  release_tiles();
+}
+
+}  // namespace
+#endif
