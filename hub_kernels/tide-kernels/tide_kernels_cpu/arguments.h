@@ -27,8 +27,9 @@ struct LinearWeight {
   bool has_zeros, in_panels;
 };
 
-// The product of all rows of an input (rows, size) with rows from `first` on of a weight of `all` rows, in whole units, by one thread; output (rows, stride), from its first column on. Products of one `number` have the same input,
-// which a thread converts once.
+// The product of all rows of an input (rows, size) with rows from `first` on of a weight of `all` rows, in whole units, by
+// one thread; output (rows, stride), from its first column on. Products of one `number` have the same input, which a
+// thread converts once.
 struct RowsOfProduct {
   const LinearWeight* weight;
   int64_t number;

@@ -119,7 +119,7 @@ inline void multiply_columns(const uint16_t* x, int64_t part, const char* w, int
   });
 }
 
-// The distance to the bytes that are prefetched at a column of kPanels panels: what comes after the last is the next panels' start.
+// The distance to the bytes that are prefetched at a column of kPanels panels: after the last comes the next panels' start.
 template <int kPanels>
 inline int64_t bytes_ahead(int64_t k, int64_t size, int64_t bytes) {
   const bool is_last = k + kTilesAhead * kTileColumns >= size;
@@ -132,7 +132,8 @@ void multiply_panels_by_tiles(const uint16_t* x, int64_t rows, int64_t size, con
   constexpr int64_t kBytes = kTileColumns / Panel::kStep * Panel::kBytes;  // of a panel that one tile holds
   constexpr std::make_integer_sequence<int, kPanels> kAll;
   const int64_t stride = size / kTileColumns * kBytes, part = rows * kTileColumns;
-  alignas(64) char tiles[2][kIsWritten<Panel> ? kPanels : 1][kTileBytes];  // of these columns and, since writing takes time, the next
+  // Of these columns and, since writing takes time, of the next.
+  alignas(64) char tiles[2][kIsWritten<Panel> ? kPanels : 1][kTileBytes];
   const auto write_tiles = [&](int64_t k) {
     for (int p = 0; p < kPanels; ++p) {
       const char* from = w + k / kTileColumns * kBytes + p * stride;
@@ -201,7 +202,8 @@ constexpr auto row_for_panels(std::integer_sequence<int, kPanels...>) {
 }
 
 // Round (rows, count) sums, times scales and with a bias where there are any, to `Value`.
-inline void finish(float* found, int64_t rows, int64_t count, const float* scales, const Value* bias, Value* y, int64_t size_out) {
+inline void finish(float* found, int64_t rows, int64_t count, const float* scales, const Value* bias, Value* y,
+                   int64_t size_out) {
   for (int64_t m = 0; m < rows; ++m, found += count) {
     for (int64_t i = 0; i < count; i += Floats::size()) {
       Floats sum = Floats::loadu(found + i);
@@ -213,14 +215,16 @@ inline void finish(float* found, int64_t rows, int64_t count, const float* scale
   }
 }
 
-// Call `run(panels, first)` with up to kTilePanels of all panels at a time, and finish what it finds.
+// Call `run(panels, first, found)` with up to kTilePanels of all panels at a time, and finish what it finds.
 template <class Run>
-inline void for_panels(int64_t all, int64_t rows, const float* scales, const Value* bias, Value* y, int64_t size_out, const Run& run) {
+inline void for_panels(int64_t all, int64_t rows, const float* scales, const Value* bias, Value* y, int64_t size_out,
+                       const Run& run) {
   alignas(64) float found[kTileRows * kTilePanels * kPanelRows];
   for (int64_t p = 0; p < all; p += kTilePanels) {
     const int64_t panels = std::min<int64_t>(kTilePanels, all - p), n = p * kPanelRows;
     run(panels, p, found);
-    finish(found, rows, panels * kPanelRows, scales == nullptr ? scales : scales + n, bias == nullptr ? bias : bias + n, y + n, size_out);
+    finish(found, rows, panels * kPanelRows, scales == nullptr ? scales : scales + n, bias == nullptr ? bias : bias + n, y + n,
+           size_out);
   }
 }
 
