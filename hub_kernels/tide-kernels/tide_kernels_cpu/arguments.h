@@ -27,18 +27,19 @@ struct LinearWeight {
   bool has_zeros, in_panels;
 };
 
-// The product of all rows of an input (rows, size) with rows from `first` on of a weight of `all` rows, in whole units, by
-// one thread; output (rows, stride), from its first column on. Products of one `number` have the same input, which a
-// thread converts once.
+// The product of all rows of an input (rows, size) with rows from `first` on of a weight of `all` rows, in whole units
+// (`unit_of` in vectorized.h), by one thread; output (rows, stride), from its first column on. Products with the same
+// `input_id` have the same input, which a thread converts once.
 struct RowsOfProduct {
   const LinearWeight* weight;
-  int64_t number;
+  int64_t input_id;
   const void *input, *bias;  // of the first row, or null
   void* output;
   int64_t all, rows, size, first, count, stride;
 };
 
-inline std::atomic<int64_t> last_number{0};  // of a product's input
+inline std::atomic<int64_t> last_input_id{0};
+constexpr int64_t kMaxRows = 256;  // of an input at a time, to bound a thread's copy of it
 
 struct SkinnyGemm {
   static constexpr const char* kName = "skinny_gemm";  // of the op

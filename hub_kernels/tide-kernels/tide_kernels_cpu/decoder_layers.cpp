@@ -46,19 +46,17 @@ constexpr int64_t tile_rows(int64_t tokens) { return tokens <= 16 ? 128 : 64; }
 constexpr int64_t tile_rows(int64_t tokens) { return tokens <= 2 ? 128 : tokens <= 6 ? 64 : 48; }
 #endif
 
-constexpr int64_t kTokensAtOnce = 256;  // which a thread's copy of a product's input holds
-
 struct Range {
   int64_t from, count;
 };
 
-struct Input {  // of products: some tokens, and the number that their values have in this thread
-  int64_t number;
+struct Input {  // of products: some tokens, and what tells their values from others; see `RowsOfProduct`
+  int64_t id;
   Range tokens;
 };
 
-// Phases of a layer, which have tiles: attention, and four products of some tokens after the others.
-constexpr int64_t phases(int64_t tokens) { return 1 + 4 * ((tokens + kTokensAtOnce - 1) / kTokensAtOnce); }
+// Phases of a layer, which have tiles: attention, and four products of up to kMaxRows tokens at a time.
+constexpr int64_t phases(int64_t tokens) { return 1 + 4 * ((tokens + kMaxRows - 1) / kMaxRows); }
 
 // What the members of a team share: results of QKV (tokens, heads of all three, head_size), of attention (tokens, heads,
 // head_size) and of the MLP's activation (tokens, inner), and masks.
@@ -117,14 +115,14 @@ class Member {
     ++phase;
   }
 
-  // Run tiles of the rows of a product, `all`, in whole units, for some tokens after the others.
+  // Run tiles of the rows of a product, `all`, in whole units, with up to kMaxRows tokens at a time.
   template <class Run>
   void for_tiles(int64_t all, int64_t unit, const Run& run) {
     const int64_t units = (all + unit - 1) / unit, members = team.members();
     const int64_t some = (units * unit + tile_rows(tokens) - 1) / tile_rows(tokens);
     const int64_t tiles = std::min(units, (some + members - 1) / members * members);
-    for (int64_t t = 0; t < tokens; t += kTokensAtOnce) {
-      const Input input{++last_number, {t, std::min(kTokensAtOnce, tokens - t)}};
+    for (int64_t t = 0; t < tokens; t += kMaxRows) {
+      const Input input{++last_input_id, {t, std::min(kMaxRows, tokens - t)}};
       for_parts(tiles, [&](int64_t tile) {
         const int64_t from = units * tile / tiles * unit, to = std::min(all, units * (tile + 1) / tiles * unit);
         run(Range{from, to - from}, input);
@@ -136,7 +134,7 @@ class Member {
   void multiply(const LinearWeight& weight, const Value* x, const Input& input, int64_t size, int64_t all, Range rows,
                 const void* bias, Value* into, int64_t stride) {
     const auto* b = static_cast<const Value*>(bias);
-    ::run<Value>(RowsOfProduct{&weight, input.number, x + input.tokens.from * size, b == nullptr ? b : b + rows.from, into, all,
+    ::run<Value>(RowsOfProduct{&weight, input.id, x + input.tokens.from * size, b == nullptr ? b : b + rows.from, into, all,
                                input.tokens.count, size, rows.from, rows.count, stride});
   }
 

@@ -179,6 +179,20 @@ ALWAYS_INLINE inline void multiply_panels(const PanelInput<Panel>* x, int64_t si
   }
 }
 
+// Round (rows, count) sums, times scales and with a bias where there are any, to `Value`.
+inline void finish(float* found, int64_t rows, int64_t count, const float* scales, const Value* bias, Value* y,
+                   int64_t size_out) {
+  for (int64_t m = 0; m < rows; ++m, found += count) {
+    for (int64_t i = 0; i < count; i += Floats::size()) {
+      Floats sum = Floats::loadu(found + i);
+      if (scales != nullptr) sum = sum * Floats::loadu(scales + i);
+      if (bias != nullptr) sum = sum + to_floats(bias + i);
+      sum.store(found + i);
+    }
+    at::vec::convert(found, y + m * size_out, count);
+  }
+}
+
 // Multiply kRows rows of the input by kPanels panels; y (kRows, size_out).
 template <class Panel, bool kIsGrouped, int kRows, int kPanels>
 void multiply_tile(const PanelInput<Panel>* x, int64_t size, const char* w, const PanelScales& scales, const Value* bias, Value* y,
@@ -186,12 +200,7 @@ void multiply_tile(const PanelInput<Panel>* x, int64_t size, const char* w, cons
   constexpr int kCount = kPanels * kPanelRows;
   float found[kRows * kCount];
   multiply_panels<Panel, kIsGrouped, kRows, kPanels>(x, size, w, scales, found);
-  for (int m = 0; m < kRows; ++m) {
-    float* row = found + m * kCount;
-    if (bias != nullptr)
-      for (int i = 0; i < kCount; ++i) row[i] += static_cast<float>(bias[i]);
-    at::vec::convert(row, y + m * size_out, kCount);
-  }
+  finish(found, kRows, kCount, nullptr, bias, y, size_out);
 }
 
 template <class Panel, bool kIsGrouped, int kRows, int... kPanels>
@@ -223,14 +232,14 @@ constexpr auto panels_by_rows(std::integer_sequence<int, kRows...>) {
 
 constexpr int64_t kPanelBytes = 262144;  // of weights that stay in a core's L2 cache while all rows of the input use them
 
-// An input that a thread has converted. Those of one number have the same values, for all products of a weight's rows.
+// An input that a thread has converted, for all products with its id.
 struct KnownInput {
   const Value* from = nullptr;
-  int64_t number = -1, rows = 0, groups = 0;
+  int64_t id = -1, rows = 0, groups = 0;
 
   // Whether it is another; it is known then.
   bool replace(const KnownInput& other) {
-    if (from == other.from && number == other.number && rows == other.rows && groups == other.groups) return false;
+    if (from == other.from && id == other.id && rows == other.rows && groups == other.groups) return false;
     *this = other;
     return true;
   }
@@ -249,7 +258,7 @@ void sum_groups(const Input* x, int64_t count, int64_t size, std::vector<float>&
 
 // Multiply all rows of the input by `count` rows of the weights, whole panels; y (rows, size_out).
 template <class Panel, bool kIsGrouped>
-void multiply_all_panels(const Value* given, int64_t number, int64_t rows, int64_t size, const char* w, PanelScales scales,
+void multiply_all_panels(const Value* given, int64_t input_id, int64_t rows, int64_t size, const char* w, PanelScales scales,
                          const Value* bias, Value* y, int64_t size_out, int64_t count) {
   static constexpr auto kByRows = panels_by_rows<Panel, kIsGrouped>(std::make_integer_sequence<int, kPanelTile>());
   using Input = PanelInput<Panel>;
@@ -258,7 +267,7 @@ void multiply_all_panels(const Value* given, int64_t number, int64_t rows, int64
   thread_local std::vector<float> sums;
   constexpr bool kIsConverted = !std::is_same_v<Value, Input>;
   const auto* x = reinterpret_cast<const Input*>(given);
-  if (known.replace({given, number, rows, kIsGrouped ? scales.groups : 0})) {
+  if (known.replace({given, input_id, rows, kIsGrouped ? scales.groups : 0})) {
     if constexpr (kIsConverted) {
       floats.resize(rows * size);
       at::vec::convert(given, floats.data(), rows * size);

@@ -17,7 +17,6 @@ constexpr int64_t kCachedBytes = 131072;  // bytes of weights that stay in a cor
 constexpr int64_t kInnerBytes = 24576;    // bytes of the input that stay in a core's L1 cache beside weights
 constexpr int64_t kOuterBytes = 40960;    // bytes of the input beyond which rereading it costs more than parts do
 constexpr int64_t kPanel = 96;            // maximum rows of weights in a panel, which all rows of the input use in turn
-constexpr int64_t kMaxRows = 256;         // rows of the input at a time, to bound the aligned copy of the input
 constexpr int64_t kMinWorkPerThread = 32768;  // multiply-adds; for fewer, synchronising another thread costs more
 constexpr int64_t kWorkPerPart = 262144, kMaxParts = 16;  // of a thread's work, that threads take in turn
 
@@ -298,10 +297,12 @@ void multiply_by_panels(const RowsOfProduct& call, const Value* x, const Value* 
     constexpr bool kIsGrouped = is_grouped.value;
 #if defined(TIDE_AMX)
     if constexpr (kHasTiles<Panel> && !kIsGrouped)
-      if (fit_tiles(call.size))
-        return multiply_by_tiles<Panel>(x, call.number, call.rows, call.size, w, scales.values, bias, y, call.stride, call.count);
+      if (fit_tiles(call.size)) {
+        const auto run = call.rows == 1 ? multiply_row_by_panels<Panel> : multiply_by_tiles<Panel>;
+        return run(x, call.input_id, call.rows, call.size, w, scales.values, bias, y, call.stride, call.count);
+      }
 #endif
-    multiply_all_panels<Panel, kIsGrouped>(x, call.number, call.rows, call.size, w, scales, bias, y, call.stride, call.count);
+    multiply_all_panels<Panel, kIsGrouped>(x, call.input_id, call.rows, call.size, w, scales, bias, y, call.stride, call.count);
   };
   constexpr std::true_type kGrouped;
   constexpr std::false_type kWhole;
@@ -361,7 +362,7 @@ void run<Value>(const SkinnyGemm& call) {
   const int64_t parts = threads == 1 ? 1 : threads * std::clamp<int64_t>(work / threads / kWorkPerPart, 1, kMaxParts);
   const auto* b = static_cast<const Value*>(call.bias);
   auto* y = static_cast<Value*>(call.output);
-  const int64_t number = ++last_number;
+  const int64_t input_id = ++last_input_id;
   std::atomic<int64_t> next{0};
   on_threads(threads, [&](int64_t) {
     for (int64_t part = next++; part < parts; part = next++) {
@@ -371,7 +372,7 @@ void run<Value>(const SkinnyGemm& call) {
         const int64_t all = call.sizes_out[i], unit = unit_of(call.weights[i]);
         const auto bound = [=](int64_t row) { return row >= all ? all : std::max<int64_t>(row, 0) / unit * unit; };
         const int64_t from = bound(start - first), count = bound(end - first) - from;
-        run<Value>(RowsOfProduct{call.weights + i, number, call.input, b == nullptr ? b : b + first + from, y + first + from, all, rows,
+        run<Value>(RowsOfProduct{call.weights + i, input_id, call.input, b == nullptr ? b : b + first + from, y + first + from, all, rows,
                                  size, from, count, size_out});
       }
     }

@@ -10,7 +10,7 @@
 #if defined(TIDE_AMX)
 namespace {
 
-// Kinds of panels whose values bfloat16 has as well, and those that have to be written as tiles.
+// Panels that have to be written as tiles, and all panels whose values are bfloat16's as well.
 template <class Panel>
 constexpr bool kIsWritten = std::is_same_v<Panel, ColumnPanel<int8_t>>;
 template <class Panel>
@@ -18,8 +18,12 @@ constexpr bool kHasTiles = std::is_same_v<Panel, BFloat16Panel> || kIsWritten<Pa
 
 constexpr int64_t kTileRows = 16, kTileColumns = 32, kTileBytes = kTileRows * kTileColumns * 2;
 constexpr int kParts = std::is_same_v<Value, float> ? 3 : std::is_same_v<Value, at::Half> ? 2 : 1;  // of a value
-constexpr int kTilePanels = 4, kWeights = 2, kSums = 4;  // at a time; the first tiles of weights and of sums, after the input's
+constexpr int kWeights = 2, kSums = 4;  // the first tiles of weights and of sums, after those of the input
 constexpr int64_t kTilesAhead = 3;  // of each panel, which are prefetched
+
+struct alignas(64) TileRow {  // a cache line
+  uint16_t values[kTileColumns];
+};
 
 // Assembly, since the compilers' functions do not say which memory they read.
 template <int kTile>
@@ -57,23 +61,27 @@ inline void for_each(std::integer_sequence<int, kIndices...>, const Run& run) {
   (run(std::integral_constant<int, kIndices>()), ...);
 }
 
+inline __m512 widened(__m256i bfloat16) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bfloat16), 16));
+}
+
 // Call `take(part, bfloat16)` for each part of 16 values, from the largest.
 template <class Take>
 inline void split(__m512 values, const Take& take) {
   for_each(std::make_integer_sequence<int, kParts>(), [&](auto part) {
     const auto taken = (__m256i)_mm512_cvtneps_pbh(values);
     take(part, taken);
-    values = _mm512_sub_ps(values, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(taken), 16)));
+    values = _mm512_sub_ps(values, widened(taken));
   });
 }
 
-// Write rows of the input as tiles, (size / 32, kParts, rows, 32).
-inline void write_input(const Value* x, int64_t rows, int64_t size, uint16_t* tiles) {
+// Write rows of the input as tiles, (size / 32, kParts, rows).
+inline void write_input(const Value* x, int64_t rows, int64_t size, TileRow* tiles) {
   for (int64_t m = 0; m < rows; ++m)
     for (int64_t k = 0; k < size; k += Floats::size()) {
-      uint16_t* to = tiles + (k / kTileColumns * kParts * rows + m) * kTileColumns + k % kTileColumns;
+      TileRow* to = tiles + k / kTileColumns * kParts * rows + m;
       split(to_floats(x + m * size + k), [&](int part, __m256i values) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + part * rows * kTileColumns), values);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to[part * rows].values + k % kTileColumns), values);
       });
     }
 }
@@ -95,7 +103,7 @@ inline void write_tile(const char* w, char* tile) {
 // turns, since products that are added to one tile wait for each other, and prefetches stand between them: many at once
 // would keep loads waiting.
 template <int kPanels>
-inline void multiply_columns(const uint16_t* x, int64_t part, const char* w, int64_t stride, int64_t ahead) {
+inline void multiply_columns(const TileRow* x, int64_t rows, const char* w, int64_t stride, int64_t ahead) {
   for_each(std::make_integer_sequence<int, (kPanels + 1) / 2>(), [&](auto pair) {
     constexpr int kFirst = 2 * pair;
     constexpr std::make_integer_sequence<int, std::min(2, kPanels - kFirst)> kBoth;
@@ -112,7 +120,7 @@ inline void multiply_columns(const uint16_t* x, int64_t part, const char* w, int
     });
     for_each(std::make_integer_sequence<int, kParts>(), [&](auto i) {
       constexpr bool kIsLoaded = kFirst != 0 && (kParts < 3 || i == 1);  // the third part takes the first one's tile
-      if constexpr (!kIsLoaded) load_tile<i % 2>(x + i * part, kTileColumns * 2);
+      if constexpr (!kIsLoaded) load_tile<i % 2>(x + i * rows, sizeof(TileRow));
       if constexpr (i < 2) fetch_quarter();
       for_each(kBoth, [&](auto p) { multiply_tiles<kSums + kFirst + p, i % 2, kWeights + p>(); });
     });
@@ -128,10 +136,10 @@ inline int64_t bytes_ahead(int64_t k, int64_t size, int64_t bytes) {
 
 // Multiply the configured rows of the input, in tiles, by kPanels panels; found (rows, kPanels, 16).
 template <class Panel, int kPanels>
-void multiply_panels_by_tiles(const uint16_t* x, int64_t rows, int64_t size, const char* w, float* found) {
+void multiply_panels_by_tiles(const TileRow* x, int64_t rows, int64_t size, const char* w, float* found) {
   constexpr int64_t kBytes = kTileColumns / Panel::kStep * Panel::kBytes;  // of a panel that one tile holds
   constexpr std::make_integer_sequence<int, kPanels> kAll;
-  const int64_t stride = size / kTileColumns * kBytes, part = rows * kTileColumns;
+  const int64_t stride = size / kTileColumns * kBytes;
   // Of these columns and, since writing takes time, of the next.
   alignas(64) char tiles[2][kIsWritten<Panel> ? kPanels : 1][kTileBytes];
   const auto write_tiles = [&](int64_t k) {
@@ -143,18 +151,18 @@ void multiply_panels_by_tiles(const uint16_t* x, int64_t rows, int64_t size, con
   };
   for_each(kAll, [](auto p) { clear_tile<kSums + p>(); });
   if constexpr (kIsWritten<Panel>) write_tiles(0);
-  for (int64_t k = 0; k < size; k += kTileColumns, x += kParts * part) {
+  for (int64_t k = 0; k < size; k += kTileColumns, x += kParts * rows) {
     if constexpr (kIsWritten<Panel>) {
       if (k + kTileColumns < size) write_tiles(k + kTileColumns);
-      multiply_columns<kPanels>(x, part, tiles[k / kTileColumns % 2][0], kTileBytes, 0);
+      multiply_columns<kPanels>(x, rows, tiles[k / kTileColumns % 2][0], kTileBytes, 0);
     } else {
-      multiply_columns<kPanels>(x, part, w + k / kTileColumns * kBytes, stride, bytes_ahead<kPanels>(k, size, kBytes));
+      multiply_columns<kPanels>(x, rows, w + k / kTileColumns * kBytes, stride, bytes_ahead<kPanels>(k, size, kBytes));
     }
   }
   for_each(kAll, [&](auto p) { store_tile<kSums + p>(found + p * kPanelRows, kPanels * kPanelRows * sizeof(float)); });
 }
 
-// The same for one row of the input, in floats (size, kParts): even and odd columns of a tile are summed apart.
+// The same for one row of the input, in floats (kParts, size): even and odd columns of a tile are summed apart.
 template <class Panel, int kPanels>
 void multiply_panels_of_row(const float* x, int64_t size, const char* w, float* found) {
   constexpr int64_t kBytes = kTileColumns / Panel::kStep * Panel::kBytes;
@@ -169,7 +177,7 @@ void multiply_panels_of_row(const float* x, int64_t size, const char* w, float* 
     for (int p = 0; p < kPanels; ++p)
 #pragma GCC unroll 3
       for (int part = 0; part < kParts; ++part) some[p][part][0] = some[p][part][1] = Floats(0.0f);
-    for (int64_t i = 0; i < kTileColumns; i += 2, x += 2 * kParts, w += 2 / Panel::kStep * Panel::kBytes) {
+    for (int64_t i = 0; i < kTileColumns; i += 2, x += 2, w += 2 / Panel::kStep * Panel::kBytes) {
 #pragma GCC unroll 4
       for (int p = 0; p < kPanels; ++p) {
         const char* from = w + p * stride;
@@ -180,7 +188,7 @@ void multiply_panels_of_row(const float* x, int64_t size, const char* w, float* 
         for (int part = 0; part < kParts; ++part)
 #pragma GCC unroll 2
           for (int odd = 0; odd < 2; ++odd)
-            some[p][part][odd] = at::vec::fmadd(weights[odd], Floats(x[odd * kParts + part]), some[p][part][odd]);
+            some[p][part][odd] = at::vec::fmadd(weights[odd], Floats(x[part * size + odd]), some[p][part][odd]);
       }
     }
 #pragma GCC unroll 4
@@ -201,20 +209,6 @@ constexpr auto row_for_panels(std::integer_sequence<int, kPanels...>) {
   return std::array{multiply_panels_of_row<Panel, kPanels + 1>...};
 }
 
-// Round (rows, count) sums, times scales and with a bias where there are any, to `Value`.
-inline void finish(float* found, int64_t rows, int64_t count, const float* scales, const Value* bias, Value* y,
-                   int64_t size_out) {
-  for (int64_t m = 0; m < rows; ++m, found += count) {
-    for (int64_t i = 0; i < count; i += Floats::size()) {
-      Floats sum = Floats::loadu(found + i);
-      if (scales != nullptr) sum = sum * Floats::loadu(scales + i);
-      if (bias != nullptr) sum = sum + to_floats(bias + i);
-      sum.store(found + i);
-    }
-    at::vec::convert(found, y + m * size_out, count);
-  }
-}
-
 // Call `run(panels, first, found)` with up to kTilePanels of all panels at a time, and finish what it finds.
 template <class Run>
 inline void for_panels(int64_t all, int64_t rows, const float* scales, const Value* bias, Value* y, int64_t size_out,
@@ -231,45 +225,46 @@ inline void for_panels(int64_t all, int64_t rows, const float* scales, const Val
 // Whether tiles serve a product, whatever its number of rows.
 inline bool fit_tiles(int64_t size) { return size % kTileColumns == 0; }
 
+// Multiply one row of the input by `count` rows of the weights, whole panels.
+template <class Panel>
+void multiply_row_by_panels(const Value* given, int64_t input_id, int64_t rows, int64_t size, const char* w, const float* scales,
+                            const Value* bias, Value* y, int64_t size_out, int64_t count) {
+  static constexpr auto kByPanels = row_for_panels<Panel>(std::make_integer_sequence<int, kTilePanels>());
+  thread_local KnownInput known;
+  thread_local std::vector<float> floats;
+  if (known.replace({given, input_id, rows, 0})) {
+    floats.resize(kParts * size);
+    for (int64_t k = 0; k < size; k += Floats::size())
+      split(to_floats(given + k), [&](int part, __m256i values) {
+        _mm512_storeu_ps(floats.data() + part * size + k, widened(values));
+      });
+  }
+  const auto mode = _mm_getcsr();
+  _mm_setcsr(mode | 0x8040);  // AMX takes the smallest numbers for zero
+  for_panels(count / kPanelRows, rows, scales, bias, y, size_out, [&](int64_t panels, int64_t p, float* found) {
+    kByPanels[panels - 1](floats.data(), size, w + p * (size / Panel::kStep * Panel::kBytes), found);
+  });
+  _mm_setcsr(mode);
+}
+
 // Multiply all rows of the input by `count` rows of the weights, whole panels; y (rows, size_out).
 template <class Panel>
-void multiply_by_tiles(const Value* given, int64_t number, int64_t rows, int64_t size, const char* w, const float* scales,
+void multiply_by_tiles(const Value* given, int64_t input_id, int64_t rows, int64_t size, const char* w, const float* scales,
                        const Value* bias, Value* y, int64_t size_out, int64_t count) {
-  static constexpr std::make_integer_sequence<int, kTilePanels> kCounts;
-  static constexpr auto kByTiles = tiles_for_panels<Panel>(kCounts);
-  static constexpr auto kOfRow = row_for_panels<Panel>(kCounts);
+  static constexpr auto kByPanels = tiles_for_panels<Panel>(std::make_integer_sequence<int, kTilePanels>());
   thread_local KnownInput known;
-  thread_local std::vector<uint16_t> tiles;
-  thread_local std::vector<float> floats;
-  const int64_t row = kParts * size, all = count / kPanelRows, bytes = size / Panel::kStep * Panel::kBytes;
-  const bool is_new = known.replace({given, number, rows, 0});
-  if (rows == 1) {
-    if (is_new) {
-      floats.resize(row);
-      for (int64_t k = 0; k < size; k += Floats::size())
-        split(to_floats(given + k), [&](int part, __m256i values) {
-          float some[Floats::size()];
-          _mm512_storeu_si512(some, _mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
-          for (int i = 0; i < Floats::size(); ++i) floats[(k + i) * kParts + part] = some[i];
-        });
-    }
-    const auto mode = _mm_getcsr();
-    _mm_setcsr(mode | 0x8040);  // AMX takes the smallest numbers for zero
-    for_panels(all, 1, scales, bias, y, size_out, [&](int64_t panels, int64_t p, float* found) {
-      kOfRow[panels - 1](floats.data(), size, w + p * bytes, found);
-    });
-    return _mm_setcsr(mode);
-  }
-  if (is_new) {
-    tiles.resize(rows * row);
+  thread_local std::vector<TileRow> tiles;
+  const int64_t of_row = size / kTileColumns * kParts;
+  if (known.replace({given, input_id, rows, 0})) {
+    tiles.resize(rows * of_row);
     for (int64_t m = 0; m < rows; m += kTileRows)
-      write_input(given + m * size, std::min(kTileRows, rows - m), size, tiles.data() + m * row);
+      write_input(given + m * size, std::min(kTileRows, rows - m), size, tiles.data() + m * of_row);
   }
   for (int64_t m = 0; m < rows; m += kTileRows) {
     const int64_t some = std::min(kTileRows, rows - m);
     configure_tiles(some);
-    for_panels(all, some, scales, bias, y + m * size_out, size_out, [&](int64_t panels, int64_t p, float* found) {
-      kByTiles[panels - 1](tiles.data() + m * row, some, size, w + p * bytes, found);
+    for_panels(count / kPanelRows, some, scales, bias, y + m * size_out, size_out, [&](int64_t panels, int64_t p, float* found) {
+      kByPanels[panels - 1](tiles.data() + m * of_row, some, size, w + p * (size / Panel::kStep * Panel::kBytes), found);
     });
   }
   release_tiles();

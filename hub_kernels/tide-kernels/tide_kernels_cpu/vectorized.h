@@ -119,14 +119,15 @@ ALWAYS_INLINE inline void horizontal_sums(const Floats* sums, float* found) {
 #endif
 }
 
+#if defined(TIDE_AMX)
+constexpr int kTilePanels = 4;  // that products multiply together; see tiles.h
+#else
+constexpr int kTilePanels = 1;
+#endif
+
 // Rows of a weight that products take together, except for the last ones.
 inline int64_t unit_of(const LinearWeight& weight) {
-#if defined(TIDE_AMX)
-  constexpr int64_t kPanels = 4;
-#else
-  constexpr int64_t kPanels = 1;
-#endif
-  return weight.in_panels ? kPanels * kPanelRows : weight.stored == Stored::kInt4 ? 64 : 1;
+  return weight.in_panels ? kTilePanels * kPanelRows : weight.stored == Stored::kInt4 ? 64 : 1;
 }
 
 // Call `run(i)` for each i < count, on threads of PyTorch's pool; a pool of one's own would compete with it.
