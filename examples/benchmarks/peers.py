@@ -29,8 +29,9 @@ from .published import VERSION
 
 WORKER = Path(__file__).with_name("peer_worker.py")
 FOR_DRAFT_HEADS = ("diffusers==0.38.0", "einops==0.8.2")  # what optimum's module with their class imports, used or not
-# llama.cpp is built with the machine's own instructions; tide-inference would be built for GPUs otherwise.
-BUILDING = {"CMAKE_ARGS": "-DGGML_NATIVE=ON", "TIDE_NO_CUDA": "1"}
+# llama.cpp is built with the machine's own instructions; without the last two flags GCC 12 drops what its AMX products
+# set, and they crash. tide-inference would be built for GPUs otherwise.
+BUILDING = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'", "TIDE_NO_CUDA": "1"}
 TORCH, TRANSFORMERS = "torch==2.13.0", "transformers==5.24.0"
 
 

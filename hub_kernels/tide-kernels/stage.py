@@ -38,8 +38,8 @@ CUDA_SOURCES = (
 )
 CUDA_HEADERS = ("torch-ext/torch_binding.h", "tide_kernels_cuda/common.cuh")
 CPU_SOURCES = (
-    *("skinny_gemm", "groupwise_gemm", "decode_attention", "prefill_attention"),
-    "decoder_layers",
+    *("skinny_gemm", "decode_attention", "prefill_attention"),
+    *("decoder_layers", "top_tokens"),
 )
 CPU_HEADERS = ("arguments.h", "vectorized.h", "rms_norm.h", "attend.h", "int4_weight.h", "panels.h", "tiles.h")
 VALUES = ("float", "c10::BFloat16", "c10::Half")

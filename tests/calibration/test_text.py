@@ -83,7 +83,7 @@ def test_k_v_are_appended_in_place_where_a_cache_keeps_all_of_them(family, grows
     assert (cache is not None) == grows
     if cache is None:
         return
-    monkeypatch.setattr("tide_hf.calibration.text.SPARE_SLOTS", 4)
+    monkeypatch.setattr("tide_hf.depth.kv_cache.SPARE_SLOTS", 4)
     ids, usual = torch.tensor([[5, 6, 7], [8, 9, 10]]), DynamicCache(config=model.config)
     addresses = []
     for _ in range(12):

@@ -120,9 +120,9 @@ def test_a_model_that_calls_its_layers_otherwise_than_in_earlier_calls_is_refuse
 def test_a_prompts_layers_run_in_one_call_once_a_pass_has_shown_that_they_may(tiny_llama, rows, monkeypatch):
     model, stacks, run = TIDEModelForCausalLM.attach(tiny_llama(), remembered_tokens=0), [], FusedStack.__call__
 
-    def counted(self, *args):
+    def counted(self, *args, **options):
         stacks.append(len(self.layers))
-        return run(self, *args)
+        return run(self, *args, **options)
 
     monkeypatch.setattr(FusedStack, "__call__", counted)
     expected = model.generate(**prompts(rows), **OPTIONS)

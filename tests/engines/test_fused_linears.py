@@ -12,14 +12,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines.steps.fused_linears import LINEAR, call_kernels, fuse_linears
 from tide_hf.kernels.cpu.cpp_kernels import load_op
 from tide_hf.weights import linear_gate
-from tide_hf.weights.layouts import (
-    MAX_QUANTIZED_ROWS,
-    WEIGHT_LAYOUTS,
-    PlainWeight,
-    PrepackedWeight,
-    QuantizedWeight,
-    in_layout,
-)
+from tide_hf.weights.layouts import WEIGHT_LAYOUTS, PlainWeight, PrepackedWeight, UpcastWeight, in_layout
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 ALONE = ("gpt2", "gpt_neox", "bloom", "falcon", "phi3")  # families with one product before attention and in the MLP
@@ -76,7 +69,7 @@ def test_changed_weights_are_fused_again(tiny_llama, change):
 
 @pytest.mark.parametrize("may_copy", [True, False])
 @pytest.mark.parametrize("layout", [PrepackedWeight, PlainWeight])
-@pytest.mark.parametrize("case", ["alike", "with biases", "one bias", "two inputs", "one quantized"])
+@pytest.mark.parametrize("case", ["alike", "with biases", "one bias", "two inputs", "two layouts"])
 def test_linears_that_read_one_input_are_fused(case, layout, may_copy):
     weights, biases = [torch.randn(size, 6) for size in (4, 3)], [None, None]
     if case in ("with biases", "one bias"):
@@ -84,10 +77,8 @@ def test_linears_that_read_one_input_are_fused(case, layout, may_copy):
 
     def layers(state, *constants):
         inputs = [state, state + 1 if case == "two inputs" else state]
-        layouts = [
-            WEIGHT_LAYOUTS.index(layout),
-            WEIGHT_LAYOUTS.index(QuantizedWeight if case == "one quantized" else layout),
-        ]
+        other = UpcastWeight if case == "two layouts" else layout
+        layouts = [WEIGHT_LAYOUTS.index(layout), WEIGHT_LAYOUTS.index(other)]
         calls = zip(inputs, constants[:2], constants[2:], layouts, strict=True)
         found = [LINEAR(state, [weight], bias, number) for state, weight, bias, number in calls]
         return torch.cat(found, dim=-1)
@@ -127,12 +118,12 @@ def test_products_with_integers_are_fused(has_biases):
     torch.testing.assert_close(graph(*inputs), function(*inputs))
 
 
-@pytest.mark.parametrize("case", ["plain", "fused", "packed", "turned", "made here", "many rows", "no kernel"])
+@pytest.mark.parametrize("case", ["plain", "fused", "packed", "turned", "made here", "no kernel"])
 def test_kernels_are_called_for_plain_weights(case):
-    layout = WEIGHT_LAYOUTS.index({"packed": PrepackedWeight, "many rows": QuantizedWeight}.get(case, PlainWeight))
+    layout = WEIGHT_LAYOUTS.index(PrepackedWeight if case == "packed" else PlainWeight)
     dtype = torch.float64 if case == "no kernel" else torch.float32
     weights = [torch.randn(6, size).t() if case == "turned" else torch.randn(size, 6) for size in (4, 3)]
-    inputs = [torch.randn(1, MAX_QUANTIZED_ROWS + 1, 6), torch.randn(7), *weights]
+    inputs = [torch.randn(1, 2, 6), torch.randn(7), *weights]
     inputs = [tensor.to(dtype) for tensor in inputs]
 
     def function(state, bias, *weights):
@@ -146,6 +137,5 @@ def test_kernels_are_called_for_plain_weights(case):
     targets = {node.target for node in graph.graph.nodes}
     is_called = case in ("plain", "fused")
     assert (load_op("skinny_gemm", torch.float32) in targets) == is_called
-    assert load_op("groupwise_gemm", torch.float32) not in targets
     assert (LINEAR in targets) != is_called
     torch.testing.assert_close(graph(*inputs), function(*inputs))

@@ -34,10 +34,11 @@ def samples():
     layer = [cache], [cache.clone()], WEIGHTS, NO_SCALES, [torch.ones(6)] * 2, [], []
     return {
         "skinny_gemm": (rows, [torch.randn(7, 5), torch.randn(2, 5)], torch.randn(9), []),
-        "groupwise_gemm": (rows, torch.ones(7, 1, 64, dtype=torch.uint8), torch.ones(7, 1), None),
         "decode_attention": (heads, heads, heads, torch.zeros(1, 1, 4, 4), torch.tensor(3), 0.5),
         "prefill_attention": (heads, heads, heads, None, 0.5),
-        "decoder_layers": (states, cos, sin, mask, torch.tensor(5), *layer, 1e-5, 1e-5, 0.0, 0.5),
+        "decoder_layers": (states, cos, sin, mask, torch.tensor(5), *layer, 1e-5, 1e-5, 0.0, 0.5, [], None, []),
+        "top_tokens": (rows, 3, True),
+        "are_samples": ([rows], [rows.flatten()[::4].clone()], [4]),
     }
 
 
@@ -75,9 +76,6 @@ def test_opcheck(name):
         ("skinny_gemm", {**INT4, 0: torch.randn(3, 32), 3: [torch.ones(2, 64, 2)]}, "the weight is of the wrong size"),
         ("skinny_gemm", {**INT4, 1: [torch.ones(32, 32, dtype=torch.uint8)]}, "not of 64 rows at a time"),
         ("skinny_gemm", INT4, "not contiguous, or of another dtype"),  # without scales
-        ("groupwise_gemm", {0: torch.randn(9, 5)}, "9 rows"),
-        ("groupwise_gemm", {1: torch.ones(7, 64, dtype=torch.uint8)}, "an empty input"),
-        ("groupwise_gemm", {1: torch.ones(7, 1, 64)}, "weights of the wrong size or dtype"),
         ("decode_attention", {4: torch.tensor(5)}, "5 slots"),
         ("decode_attention", {4: torch.tensor(3, dtype=torch.int32)}, "`end` is not one int64"),
         ("decode_attention", {0: torch.randn(2, 4, 8)}, "the query is of the wrong size"),
@@ -120,6 +118,23 @@ def test_opcheck(name):
         ("decoder_layers", {9: [torch.ones(6), torch.ones(5)]}, "the norm or bias is of the wrong size"),
         ("decoder_layers", {10: [torch.ones(16), torch.ones(8), torch.ones(16), torch.ones(6)]}, "the norm or bias"),
         ("decoder_layers", {11: [torch.ones(8), torch.ones(7)]}, "the norm or bias is of the wrong size"),
+        ("decoder_layers", {16: [torch.randn(1, 4, 5), torch.ones(6)]}, "the input beside is of the wrong size"),
+        ("decoder_layers", {16: [torch.randn(1, 4, 6), torch.ones(5)]}, "the norm beside is of the wrong size"),
+        ("decoder_layers", {16: [torch.randn(1, 4, 6)]}, "values beside those of several layers"),
+        ("decoder_layers", {16: [torch.randn(1, 4, 6), torch.ones(6)]}, "the weight is of the wrong size"),
+        (
+            "decoder_layers",
+            {17: torch.empty(1, 4, 1, 6), 18: [1, 2]},
+            "the buffer of tapped states is of the wrong size",
+        ),
+        ("decoder_layers", {17: torch.empty(1, 4, 1, 6).double(), 18: [1]}, "not contiguous, or of another dtype"),
+        ("are_samples", {2: []}, "lists of the wrong length"),
+        ("are_samples", {2: [5]}, "samples beyond their weight"),
+        ("are_samples", {2: [0]}, "samples beyond their weight"),
+        ("are_samples", {1: [torch.ones(4).double()]}, "not contiguous, or of another dtype"),
+        ("top_tokens", {1: 6}, "the best 6"),
+        ("top_tokens", {1: 0}, "the best 0"),
+        ("top_tokens", {0: torch.randn(3, 20), 1: 17}, "the best 17"),
     ],
 )
 def test_what_an_op_would_read_wrongly_is_refused(name, change, message):

@@ -94,10 +94,13 @@ class Layers:
         for cache in self.kv[0] + self.kv[1]:
             cache[:, :, self.before + self.width :] = torch.nan
 
-    def run(self, states, cos, sin, mask, end=None):
+    def run(self, states, cos, sin, mask, end=None, count=None, tapped=None, taps=()):
+        """The states after all layers, or the first `count`; those after `taps` layers go to `tapped`."""
         end = torch.tensor(self.before + self.width if end is None else end)
-        rest = self.weights, self.scales, self.norms, self.biases, self.head_norms, EPS, EPS, HEAD_EPS, SCALE
-        return load_op("decoder_layers", self.dtype)(states, cos, sin, mask, end, *self.kv, *rest)
+        lists = *self.kv, self.weights, self.scales, self.norms, self.biases, self.head_norms
+        lists = [one[: len(one) if count is None else len(one) // self.count * count] for one in lists]
+        rest = EPS, EPS, HEAD_EPS, SCALE, [], tapped, list(taps)
+        return load_op("decoder_layers", self.dtype)(states, cos, sin, mask, end, *lists, *rest)
 
     def exact(self, states, cos, sin, mask):
         """The states after all layers, and the K/V that each stores."""
@@ -150,6 +153,21 @@ def test_states_keys_and_values(on_some_cpu, dtype):
                 for cache, part in zip(caches, new, strict=True):
                     assert_near(cache[:, :, layers.before : slots].contiguous(), part, dtype)
                     assert cache[:, :, slots:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("width", [1, 5, 300])
+def test_states_between_layers_are_given(fresh_kernels, dtype, width):
+    torch.manual_seed(0)
+    layers = Layers((2, width, *WIDE[2:]), "panels", dtype, has_more=False, count=4)
+    states = random(2, width, layers.size, dtype=dtype)
+    cos, sin = (random(1, width, layers.head_size, dtype=dtype) for _ in range(2))
+    for taps in ((4,), (1, 3, 4), (3, 2)):
+        tapped = torch.full((2, width, len(taps), layers.size), torch.nan).to(dtype)
+        found = layers.run(states, cos, sin, None, tapped=tapped, taps=taps)
+        assert torch.equal(found, layers.run(states, cos, sin, None))
+        for place, count in enumerate(taps):
+            assert torch.equal(tapped[:, :, place], layers.run(states, cos, sin, None, count=count))
 
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)

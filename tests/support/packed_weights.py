@@ -33,7 +33,10 @@ def set_fastest_layouts(monkeypatch, dtypes=(torch.float32,), order=DRAFT_ORDER,
         except_rows: A number of rows for which PyTorch's linear is the fastest.
     """
     threads = torch.get_num_threads()
-    order = (*order, *(layout for layout in (*WEIGHT_LAYOUTS, *LOSSLESS_LAYOUTS) if layout not in order))
+    order = (
+        *order,
+        *(layout for layout in (*WEIGHT_LAYOUTS, QuantizedWeight, *LOSSLESS_LAYOUTS) if layout not in order),
+    )
     seconds = {
         (layout, dtype, threads, rows): 0.0 if layout is None and rows == except_rows else 1.0 + rank
         for (rank, layout), dtype, rows in product(enumerate(order), dtypes, PROBED_ROWS)

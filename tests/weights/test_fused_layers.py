@@ -32,12 +32,36 @@ def widths(monkeypatch):
     """The widths of the passes that ran fused, once for each layer."""
     found, run = [], FusedStack.__call__
 
-    def counted(self, keys, values, state, *rest):
+    def counted(self, keys, values, state, *rest, **options):
         found.extend([state.shape[1]] * len(self.layers))
-        return run(self, keys, values, state, *rest)
+        return run(self, keys, values, state, *rest, **options)
 
     monkeypatch.setattr(FusedStack, "__call__", counted)
     return found
+
+
+def test_layers_are_found_again_only_after_a_change(tiny_llama, monkeypatch):
+    model, found = TIDEModelForCausalLM.attach(tiny_llama(), remembered_tokens=0), []
+    monkeypatch.setattr(
+        "tide_hf.weights.fused_layers.fused_layer", lambda layer: found.append(layer) or fused_layer(layer)
+    )
+    layers, first = list(model.model.layers), model.model.layers[0]
+
+    def changes(change):
+        change()
+        for number in (len(layers), 0):
+            found.clear()
+            model.generate(**prompts(), **OPTIONS)
+            assert len(found) == number, change
+
+    model.generate(**prompts(), **OPTIONS)
+    changes(model._tide.weights.release)
+    with torch.no_grad():
+        changes(lambda: first.mlp.up_proj.weight.mul_(2.0))
+        changes(lambda: first.input_layernorm.weight.mul_(2.0))
+        changes(lambda: setattr(first.mlp.up_proj, "weight", torch.nn.Parameter(first.mlp.up_proj.weight * 2.0)))
+    changes(lambda: first.mlp.register_forward_hook(lambda *_: None))
+    changes(lambda: setattr(first.self_attn, "scaling", 0.5))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -68,8 +68,7 @@ def test_weights_and_biases_may_have_any_strides(layout):
     for bias in (biases[:, 0], biases[:1, 0].expand(SIZE_OUT)):
         found = read.apply(state, bias)
         assert torch.equal(found, read.apply(state, bias.contiguous()))
-        atol = 1e-4 if layout in (PrepackedWeight, PlainWeight) else 0.5  # QuantizedWeight is lossy
-        torch.testing.assert_close(found, functional.linear(state, weight, bias), atol=atol, rtol=1e-2)
+        torch.testing.assert_close(found, functional.linear(state, weight, bias), atol=1e-4, rtol=1e-2)
 
 
 @needs_onednn

@@ -49,9 +49,9 @@ def read_by_layers(monkeypatch):
     """The dtypes of the weights that whole layers read."""
     seen = set()
 
-    def counted(self, *args, run=FusedStack.__call__):
+    def counted(self, *args, run=FusedStack.__call__, **options):
         seen.update(weight.dtype for layer in self.layers for weight in layer.weights)
-        return run(self, *args)
+        return run(self, *args, **options)
 
     monkeypatch.setattr(FusedStack, "__call__", counted)
     return seen

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode, is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from ..common.memory import copy_if_it_fits
+from ..kernels.cpu.cpp_kernels import are_ready, load_op
 from ..kernels.ops import WITHOUT_KERNELS, Ops
 from ..kernels.reference import which_norm
 from .inputs import takes_media
@@ -129,9 +130,23 @@ class DraftUnembed:
 
 def greedy_tokens(logits: Tensor) -> Tensor:
     """Return the argmax (...) of logits (..., V). `torch.argmax` is six times slower in bfloat16 on CPUs."""
-    return logits.max(dim=-1).indices
+    op = _top_op(logits, 1)
+    return logits.max(dim=-1).indices if op is None else op(logits, 1, False)[1][..., 0]
 
 
+def _top_op(logits: Tensor, count: int) -> Any:
+    """The kernel that finds the largest logits; `None` where it cannot run, or in a graph."""
+    suits = (
+        type(logits) is Tensor
+        and logits.is_cpu
+        and not torch.compiler.is_compiling()
+        and not is_in_torch_dispatch_mode()
+    )
+    suits = suits and not logits.requires_grad and 0 < count <= min(MOST_TOP, logits.shape[-1])
+    return load_op("top_tokens", logits.dtype) if suits and are_ready(logits.dtype) else None
+
+
+MOST_TOP = 16  # tokens that the kernel finds
 TOP_BLOCK = 64  # logits, of which `top_tokens` first finds the largest
 
 
@@ -140,6 +155,9 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     `torch.topk` takes several times as long over a whole vocabulary: only blocks with the largest maxima are sorted.
     """
+    if (op := _top_op(logits, count)) is not None:
+        values, tokens, _ = op(logits, count, False)
+        return values.to(logits.dtype), tokens
     if count == 1:
         best = logits.max(dim=-1, keepdim=True)
         return best.values, best.indices
@@ -156,6 +174,15 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     index = torch.cat([index, rest.expand(*index.shape[:-1], len(rest))], dim=-1)
     found = candidates.topk(count, dim=-1)
     return found.values, index.gather(-1, found.indices)
+
+
+def likeliest_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As [`top_tokens`], with log-probabilities instead of logits."""
+    if (op := _top_op(logits, count)) is not None:
+        values, tokens, log_sums = op(logits, count, True)
+        return values - log_sums, tokens
+    best, tokens = top_tokens(logits, count)
+    return best - logits.logsumexp(dim=-1, keepdim=True), tokens
 
 
 def _rows_of(head: nn.Module, token_ids: Tensor) -> nn.Module:

@@ -35,13 +35,13 @@ from ..base_model.structure import CACHE, input_device
 from ..base_model.wrappers import base_inside
 from ..common.errors import CalibrationError, ChatTemplateError
 from ..common.token_ids import chat_text, eos_token_ids, left_padded, pad_token, prompt_tokens, truncate_at_eos
+from ..depth.kv_cache import GrowingLayer
 from ..engines.gqa_attention import gqa_attention
 from .arguments import Settings
 from .documents import Document, describe_source, read_documents
 from .training import seeded
 
 TOP_K = 50
-SPARE_SLOTS = 64  # in a buffer of K/V, when it grows
 STRETCH = 16  # tokens after which rows that have ended leave the batch
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Share of prompts that the model writes. At 0.5, a head drafted better in chats but worse on tasks.
@@ -68,40 +68,6 @@ class TopKSampling(LogitsProcessor):
         noise = -torch.empty_like(best).exponential_().log()
         drawn = tokens.gather(1, (best / self.temperature + noise).argmax(dim=-1, keepdim=True))
         return scores.scatter_(1, drawn, torch.inf)
-
-
-class GrowingLayer(DynamicLayer):
-    """K/V of one layer in a buffer with spare slots. Concatenation, as in the base class, copies all K/V in each step.
-
-    Copying took a quarter of the time of a step with 64 rows on a CPU.
-    """
-
-    keys: Any
-    values: Any
-    _buffers: tuple[Tensor, ...] = ()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append K/V, (rows, heads, tokens, head size) each; return all."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start = self.get_seq_length()
-        end = start + key_states.shape[-2]
-        if not self._buffers or end > self._buffers[0].shape[-2]:
-            self._buffers = tuple(
-                torch.cat([kept, added, added.new_empty(*added.shape[:2], SPARE_SLOTS, added.shape[3])], dim=-2)
-                for kept, added in ((self.keys, key_states), (self.values, value_states))
-            )
-        else:
-            for buffer, added in zip(self._buffers, (key_states, value_states), strict=True):
-                buffer[:, :, start:end] = added
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows `indices`."""
-        length = self.get_seq_length()
-        self._buffers = tuple(buffer[indices] for buffer in self._buffers)
-        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
 
 
 def growing_cache(model: PreTrainedModel) -> DynamicCache | None:

@@ -147,6 +147,13 @@ class LayerRun:
         """
         return self.num_layers if type(self).run_layer is LayerRun.run_layer else layer_idx + 1
 
+    def taps_in(self, begin: int, end: int) -> list[int]:
+        """Of layers that run in one call, from `begin` + 1 to `end`, those after which the run reads the states."""
+        return []
+
+    def take_tapped(self, depths: list[int], tapped: Tensor) -> None:
+        """Take these states of the current pass, (rows, width, number of depths, D)."""
+
     def count_joined(self, rows: int, layers: int) -> None:
         """Count layers that have run in one call with another and were not called."""
         self.layers_executed += rows * layers

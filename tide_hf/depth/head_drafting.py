@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,21 @@ from ..base_model.structure import DecoderStructure
 from ..routers.draft_head import Attention, DraftHead, attend
 from ..routers.routers import TIDERouters
 from .gates import ExecuteLayer, LayerGate, LayerRun, input_state, on_device
-from .kv_cache import crop
+from .kv_cache import GrowingLayer, crop
 from .masks import current_tree
 
 STATE_ATTRIBUTE = "_tide_head"  # of a returned cache, holding a `HeadState`
 MAX_PENDING_TOKENS = 64  # bounds the memory of tapped states whose K/V are not filled yet
+
+
+class QuickHead(Protocol):
+    """Runs a draft head for a single row without padding."""
+
+    def __call__(self, embeddings: Tensor, fused: Tensor, kv: GrowingLayer) -> Tensor:
+        """Store the K/V of tokens; return the head's output for the last one. See [`DraftHead.forward`]."""
+
+    def logits(self, normalised: Tensor) -> Tensor:
+        """Logits (..., draft vocabulary) of the normalised output (..., D)."""
 
 
 @dataclass
@@ -73,6 +83,7 @@ class HeadRun(LayerRun):
         state: The head's state after the cached tokens.
         is_lazy: Whether the call has a single row.
         attention: Of the head's drafts.
+        fuse: Gives what runs the head for a single row, if that is not the head itself.
         execute_layer: As in `LayerRun`.
     """
 
@@ -89,14 +100,18 @@ class HeadRun(LayerRun):
         is_lazy: bool,
         attention: Attention = attend,
         execute_layer: ExecuteLayer | None = None,
+        fuse: Callable[[DraftHead], QuickHead | None] | None = None,
     ) -> None:
         super().__init__(structure, cache, execute_layer=execute_layer)
         self.head, self.embed, self.is_lazy, self.attention = head, embed, is_lazy, attention
-        self.kv = state.kv
+        self.kv = GrowingLayer.like(state.kv) if is_lazy else state.kv
+        self._fuse = fuse if is_lazy else None
+        self._quick: QuickHead | None = None  # from the first draft on
         self.prev_hidden_state = state.prev_hidden_state  # (rows, 1, D) fused state of the last cached token
         self.mask: Tensor | None = None  # (rows, slots) of the current pass's tokens and those before; `None` for ones
         self._embeddings: Tensor | None = None  # (rows, width, D) of the current pass
-        self._tapped: dict[int, Tensor] = {}
+        self._tapped: dict[int, Tensor] = {}  # of the current pass, by number of layers
+        self._all_tapped: Tensor | None = None  # all of them, (rows, width, taps * D), if they came in one call
         self._pending: list[_Pass] = []
         self.last_hidden_states: Tensor | None = None  # (rows, width, D) fused states of the last pass
         self.draft_hidden_state: Tensor | None = None  # the head's own output, after a drafted token
@@ -106,6 +121,7 @@ class HeadRun(LayerRun):
     def starts(self, kwargs: dict[str, Any]) -> None:
         """Take the embeddings and the mask from the model's arguments at the start of a pass."""
         embeddings, self.mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
+        self._tapped, self._all_tapped = {}, None
         self._embeddings = self._embed(kwargs["input_ids"]) if embeddings is None else embeddings
 
     @contextmanager
@@ -123,15 +139,26 @@ class HeadRun(LayerRun):
         if gate.layer_idx == 0 and 0 in self.head.config.tap_layers:
             self._tapped[0] = input_state(args, kwargs)
         output = self.execute(gate, args, kwargs)
-        if gate.layer_idx + 1 in self.head.config.tap_layers:
-            self._tapped[gate.layer_idx + 1] = gate.state_of(output)
+        depth = gate.layer_idx + 1
+        if depth in self.head.config.tap_layers and depth not in self._tapped:
+            self._tapped[depth] = gate.state_of(output)
         if gate.layer_idx == self.num_layers - 1:
             self._observe()
         return output
 
     def joined_layers(self, layer_idx: int) -> int:
-        """All up to the next tap."""
-        return min(layer for layer in (*self.head.config.tap_layers, self.num_layers) if layer > layer_idx)
+        """All, since what runs them gives the states between them as well."""
+        return self.num_layers
+
+    def taps_in(self, begin: int, end: int) -> list[int]:
+        """See `LayerRun.taps_in`."""
+        return [depth for depth in self.head.config.tap_layers if begin < depth <= end]
+
+    def take_tapped(self, depths: list[int], tapped: Tensor) -> None:
+        """See `LayerRun.take_tapped`."""
+        self._tapped |= dict(zip(depths, tapped.unbind(2), strict=True))
+        if tuple(depths) == tuple(self.head.config.tap_layers):
+            self._all_tapped = tapped.flatten(2)
 
     @property
     def num_pending(self) -> int:
@@ -143,7 +170,7 @@ class HeadRun(LayerRun):
         self.draft_hidden_state = None
         if self.is_lazy:
             last = self._pending[-1]
-            last.embeddings, last.tapped = last.embeddings[:, kept[0]], last.tapped[:, kept[0]]
+            last.embeddings, last.tapped = (_only(one, kept[0]) for one in (last.embeddings, last.tapped))
             if sum(one.embeddings.shape[1] for one in self._pending) > MAX_PENDING_TOKENS:
                 self._fill()
         elif self.last_hidden_states is not None:
@@ -171,6 +198,22 @@ class HeadRun(LayerRun):
         Returns:
             The tokens, best first, and the probabilities that the base model agrees, (rows, num_tokens) each.
         """
+        embeddings, fused = self._read(tokens)
+        if self._fuse is not None:
+            self._quick, self._fuse = self._fuse(self.head), None
+        if self._quick is not None and mask is None:
+            output, unembed = self._quick(embeddings, fused, self.kv), self._quick.logits
+        else:
+            width, device = embeddings.shape[1], embeddings.device
+            slots = self._next_slots(width)
+            attended = attended_slots(mask, slots, self.kv.get_seq_length() + width - 1)
+            positions, attended = positions_of(mask, slots).to(device), attended.to(device)
+            output, unembed = self.head(embeddings, fused, positions, self.kv, attended, self.attention), None
+        top, scores, self.draft_hidden_state = self.head.draft(output, num_tokens, unembed)
+        return top, scores
+
+    def _read(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head reads of these tokens, and of those that are pending: embeddings and fused states."""
         embeddings, before, previous = self._embed(tokens), None, None
         if self._pending:  # the K/V of earlier tokens are filled in the same step
             before, previous = self._take_pending()
@@ -178,13 +221,7 @@ class HeadRun(LayerRun):
         fused = torch.zeros_like(embeddings) if fused is None else fused.to(embeddings)
         if before is not None and previous is not None:
             embeddings, fused = torch.cat([before, embeddings], dim=1), torch.cat([previous, fused], dim=1)
-        width, device = embeddings.shape[1], embeddings.device
-        slots = self._next_slots(width)
-        attended = attended_slots(mask, slots, self.kv.get_seq_length() + width - 1)
-        positions, attended = positions_of(mask, slots).to(device), attended.to(device)
-        output = self.head(embeddings, fused, positions, self.kv, attended, self.attention)
-        top, scores, self.draft_hidden_state = self.head.draft(output, num_tokens)
-        return top, scores
+        return embeddings, fused
 
     def rollback(self, num_tokens: int) -> None:
         """Remove the K/V of the last `num_tokens` draft tokens."""
@@ -203,10 +240,14 @@ class HeadRun(LayerRun):
 
     def _observe(self) -> None:
         """Take in the states of a pass."""
-        tapped = [self._tapped.pop(layer) for layer in self.head.config.tap_layers]
+        tapped = self._all_tapped
+        if tapped is None:
+            states = [self._tapped[layer] for layer in self.head.config.tap_layers]
+            tapped = torch.cat([state.to(states[-1].device) for state in states], dim=-1)
         embeddings, self._embeddings = self._embeddings, None
         assert embeddings is not None  # set by `starts`
-        self._pending.append(_Pass(embeddings, torch.cat([state.to(tapped[-1].device) for state in tapped], dim=-1)))
+        self._tapped, self._all_tapped = {}, None
+        self._pending.append(_Pass(embeddings, tapped))
         if not self.is_lazy:
             self._fill()
 
@@ -248,6 +289,11 @@ class HeadRun(LayerRun):
         if isinstance(self.kv, DynamicLayer):
             return torch.arange(width, device=self.head.norm.weight.device) + self.kv.get_seq_length()
         return self.kv.position.slots  # of a static cache
+
+
+def _only(states: Tensor, tokens: list[int]) -> Tensor:
+    """The states (rows, width, D) of these tokens, by index."""
+    return states[:, : len(tokens)] if tokens == list(range(len(tokens))) else states[:, tokens]
 
 
 def positions_of(mask: Tensor | None, slots: Tensor) -> Tensor:

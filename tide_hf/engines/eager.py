@@ -96,7 +96,8 @@ def prefill_eagerly(
     is_lazy = fills_head_lazily and input_ids.shape[0] == 1
     routers = attachment.routers if may_draft else None
     own = {"execute_layer": attachment.weights.execute_layer() if name == EAGER else layers}
-    head = head_run(structure, cache, routers, model.get_input_embeddings(), is_lazy=is_lazy, **own)
+    fuse = attachment.weights.fused_head if name == EAGER else None
+    head = head_run(structure, cache, routers, model.get_input_embeddings(), is_lazy=is_lazy, fuse=fuse, **own)
     run = head or LayerRun(structure, cache, **own)
     try:
         with active(run), _attention(attachment, call, model, name):
@@ -254,11 +255,14 @@ class EagerEngine:
         else:
             is_usual &= self._draft_unembed is not None
             top, scores = self._draft_from(exit_layer, inputs)
-        # One read for both; float32 holds token ids exactly.
-        found, probabilities = torch.stack([top.float(), scores.to(top.device, torch.float32)]).tolist()
+        if top.is_cpu:
+            found, probabilities = top.tolist(), scores.tolist()
+        else:  # one read for both; float32 holds token ids exactly
+            both, probabilities = torch.stack([top.float(), scores.to(top.device, torch.float32)]).tolist()
+            found = [list(map(int, row)) for row in both]
         self._drafted += [exit_layer] * len(inputs[0])
         self._clock.end_draft(exit_layer, len(inputs), is_usual=is_usual and len(inputs[0]) == 1)
-        return [list(map(int, row)) for row in found], probabilities
+        return found, probabilities
 
     def likeliest(self) -> list[tuple[list[int], list[list[int]]]]:
         """See `DraftEngine.likeliest`."""

@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicLayer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from ..base_model.unembed import top_tokens
+from ..base_model.unembed import likeliest_tokens
 from ..common.errors import first_line
 from .config import HEAD_ADVICE, invalid
 from .draft_head_config import DraftHeadConfig
@@ -214,17 +214,20 @@ class DraftHead(nn.Module):
         state = residual + layer.self_attn.o_proj(attended)
         return state + layer.mlp(layer.post_attention_layernorm(state))
 
-    def draft(self, state: Tensor, num_tokens: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    def draft(
+        self, state: Tensor, num_tokens: int = 1, unembed: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Read the likeliest drafted tokens, best first, from the head's output (rows, 1, D).
+
+        `unembed` is what gives the logits, by default the `lm_head`.
 
         Returns the token ids (rows, num_tokens), the probabilities that the base model agrees with each (the same
         shape), and the state that the head continues from, (rows, 1, D).
         """
         normalised = self.norm(state)
-        logits = self.lm_head(normalised[:, -1]).float()
-        best, top = top_tokens(logits, num_tokens)
-        tokens = self.d2t.to(top.device)[top] + top
-        scores = self.score(best - logits.logsumexp(dim=-1, keepdim=True))
+        logits = (unembed or self.lm_head)(normalised[:, -1]).float()
+        log_probabilities, top = likeliest_tokens(logits, num_tokens)
+        tokens, scores = self.d2t.to(top.device)[top] + top, self.score(log_probabilities)
         return tokens, scores, normalised if self.config.norm_output else state
 
     def score(self, log_probabilities: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from ..common.measurements import measured
 from ..common.timing import least_seconds
 from ..depth.gates import Gate, LayerRun, active, input_state
 from ..kernels.cpu.cpp_kernels import are_ready, load_op
-from .layouts import DECODE_ROWS, PlainWeight, StoredWeight, sum_alike
+from .layouts import DECODE_ROWS, PlainWeight, StoredWeight, WeightLayout, sum_alike
 from .linear_gate import KERNEL_LAYOUTS, LOSSLESS_LAYOUTS, IntegerGate, LinearGate, allowed_layouts, layouts_now
 from .upcast import HALF, UpcastGate, upcasts
 
@@ -123,6 +123,9 @@ class FusedStack:
         sin: Tensor,
         mask: Tensor | None,
         end: Tensor,
+        beside: Sequence[Tensor] = (),
+        tapped: Tensor | None = None,
+        taps: Sequence[int] = (),
     ) -> Tensor:
         """Run the layers on hidden states `state` (rows, width, D); return their output, of the same shape.
 
@@ -131,8 +134,13 @@ class FusedStack:
             cos, sin: Of the rotary embedding, (rows or 1, width, head_size).
             mask: (rows or 1, 1, width, slots), bool or added to the scores; without it, attention is causal.
             end: () int64, number of slots that are filled once this pass's K/V are stored.
+            beside: Nothing; or, for a single layer, values (rows, width, D) that attention reads before the states, and
+                the weight (D,) of their RMSNorm.
+            tapped: (rows, width, number of taps, D), which gets the states after as many layers as `taps` says.
         """
-        found: Tensor = self._kernel(state, cos, sin, mask, end, keys, values, *self._rest)
+        found: Tensor = self._kernel(
+            state, cos, sin, mask, end, keys, values, *self._rest, list(beside), tapped, list(taps)
+        )
         return found
 
 
@@ -150,13 +158,13 @@ def fused_layer(layer: nn.Module) -> FusedLayer | None:
     if layer.training or not all(map(is_untouched, layer.modules())):
         return None
     parts = [*(getattr(layer, name) for name in NORMS), *(getattr(attention, name) for name in head_norm_names)]
-    norms = [norm for part in parts if (norm := _norm(part)) is not None]
+    norms = [norm for part in parts if (norm := norm_of(part)) is not None]
     if len(norms) < len(parts) or not are_ready(norms[0].weight.dtype):
         return None
     linears = [*(getattr(attention, name) for name in ATTENTION), *(getattr(mlp, name) for name in MLP)]
-    products = [product for linear in linears if (product := _product(linear)) is not None]
+    products = [product for linear in linears if (product := product_of(linear)) is not None]
     head_size, scale = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
-    is_readable = len(products) == len(linears) and _agree(products, norms[0].weight.dtype)
+    is_readable = len(products) == len(linears) and agree(products, norms[0].weight.dtype)
     if not is_readable or type(head_size) is not int or type(scale) is not float:
         return None
     return FusedLayer(products, norms[: len(NORMS)], norms[len(NORMS) :], head_size, scale)
@@ -167,7 +175,7 @@ def _names(module: Any) -> set[str]:
     return {name for name, child in module._modules.items() if child is not None} if module is not None else set()
 
 
-def _agree(products: list[Product], dtype: torch.dtype) -> bool:
+def agree(products: list[Product], dtype: torch.dtype) -> bool:
     """Whether products have dtypes and biases that one call of a kernel takes."""
     readable = (dtype, *HALF) if dtype is torch.float32 else (dtype,)
     are_readable = all(product.is_stored or product.weight.dtype in readable for product in products)
@@ -178,19 +186,22 @@ def is_untouched(module: nn.Module) -> bool:
     """Whether nothing but this library's gates acts on a module."""
     forward = module.__dict__.get("forward")
     is_own = forward is None or (isinstance(forward, Gate) and forward.replaced is None)
-    hooks = module._forward_hooks, module._forward_pre_hooks, _global_forward_hooks, _global_forward_pre_hooks
-    return is_own and not any(hooks)
+    return is_own and not (module._forward_hooks or module._forward_pre_hooks or _has_global_hooks())
 
 
-def _product(linear: nn.Module) -> Product | None:
-    """A linear layer whose weight has a gate; `None` if the kernels cannot read it."""
+def product_of(linear: nn.Module, layout: type[WeightLayout] | None = None) -> Product | None:
+    """A linear layer whose weight has a gate; `None` if the kernels cannot read it.
+
+    Its weight is read in `layout`, by default in the fastest of those allowed now that hold the same values.
+    """
     gate = linear.__dict__.get("forward")
     if not isinstance(gate, LinearGate) or not gate.sources():
         return None
     bias = linear._parameters.get("bias")
     bias = gate.upcast.float32("bias") if bias is not None and upcasts() else bias
-    lossless = tuple(layout for layout in layouts_now() if layout in LOSSLESS_LAYOUTS)
-    stored = gate.prepare(DECODE_ROWS[0], (*lossless, PlainWeight), torch.float32 if upcasts() else None)
+    lossless = tuple(one for one in layouts_now() if one in LOSSLESS_LAYOUTS)
+    stored = gate.convert(layout) if layout is not None else None
+    stored = stored or gate.prepare(DECODE_ROWS[0], (*lossless, PlainWeight), torch.float32 if upcasts() else None)
     size_out: Any = linear.out_features
     if isinstance(stored, StoredWeight) and not stored.padding:
         return Product(stored.values, stored.scales, bias, size_out, is_stored=True)
@@ -200,7 +211,7 @@ def _product(linear: nn.Module) -> Product | None:
     return Product(plain.plain[0], torch.empty(0), bias, size_out) if plain is not None else None
 
 
-def _norm(norm: nn.Module) -> Norm | None:
+def norm_of(norm: nn.Module) -> Norm | None:
     """An RMSNorm with a weight and nothing else; `None` for other norms."""
     weight, eps = norm._parameters.get("weight"), getattr(norm, "variance_epsilon", None)
     is_known = type(norm).__name__.endswith("RMSNorm") and len(norm._parameters) == 1
@@ -219,6 +230,16 @@ class FusedLayers:
         self._most_tokens: dict[tuple[Any, ...], int] = {}  # up to which the kernels are faster, by shapes and threads
         # Whether a pass has shown that each layer gets the output of the one before, and all the same angles and mask.
         self.are_chain = False
+        # What the layers were last found from, and those found: to find them again takes as long as half a pass.
+        self._last: tuple[Any, dict[int, tuple[FusedLayer, int]]] | None = None
+
+    def forget(self) -> None:
+        """Free the layers, with their converted weights; they are found again in the next call."""
+        self._last = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the layers out of copies and pickles."""
+        return {**self.__dict__, "_last": None}
 
     @property
     def may_join(self) -> bool:
@@ -240,12 +261,20 @@ class FusedLayers:
 
         Weights are read in the layouts allowed now, and must not be replaced while the result is used.
         """
+        if self._last is not None and self._last[0] == self._facts(num_layers):
+            return self._last[1]
         found = {}
         for layer_idx, layer in enumerate(self.structure.layers[:num_layers]):
             fused = fused_layer(layer)
             if fused is not None and (limit := self._limit_of(layer_idx, layer, fused)) > 0:
                 found[layer_idx] = fused, limit
+        self._last = self._facts(num_layers), found  # with the weights that have been converted meanwhile
         return found
+
+    def _facts(self, num_layers: int | None) -> tuple[Any, ...]:
+        """All that `with_limits` depends on."""
+        common = num_layers, layouts_now(), upcasts(), torch.get_num_threads(), _has_global_hooks()
+        return *common, [(_settings(layer), *_facts_of(layer)) for layer in self.structure.layers[:num_layers]]
 
     def _limit_of(self, layer_idx: int, layer: nn.Module, fused: FusedLayer) -> int:
         """The largest number of tokens for which the kernels run a layer; 0 if they do not."""
@@ -255,6 +284,24 @@ class FusedLayers:
         if self._equal[key] and kind not in self._most_tokens:
             self._most_tokens[kind] = Probe(self.structure, layer_idx, layer, fused).most_tokens()
         return self._most_tokens[kind] if self._equal[key] else 0
+
+
+def _has_global_hooks() -> bool:
+    return bool(_global_forward_hooks or _global_forward_pre_hooks)
+
+
+def _facts_of(module: nn.Module) -> list[Any]:
+    """What `fused_layer` reads of a module and of those inside. Weights that have changed are no longer converted."""
+    own, forward = module.__dict__, module.__dict__.get("forward")
+    found = [id(module), id(forward), own["training"], len(own["_forward_hooks"]) + len(own["_forward_pre_hooks"])]
+    for weight in own["_parameters"].values():
+        found += id(weight), 0 if weight is None or weight.is_inference() else weight._version
+    if isinstance(forward, LinearGate):
+        found += map(id, forward.converted.values())
+    for child in own["_modules"].values():
+        if child is not None:
+            found += _facts_of(child)
+    return found
 
 
 def _settings(layer: nn.Module) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """Passes of eager calls whose decoder layers run in one call of a C++ kernel (see `fused_layers`).
 
-The model's own forward calls each layer. At the first one the kernel runs all layers up to the next one whose input the
-run reads, and the others return the state that they are given. K/V are stored in buffers with slots for later passes,
-of which the cache's layers hold the filled part.
+The model's own forward calls each layer. At the first one the kernel runs all layers that may run with it, and gives
+the run the states between them that it reads; the others return the state that they are given. K/V are stored in
+buffers with slots for later passes, of which the cache's layers hold the filled part.
 """
 
 from __future__ import annotations
@@ -140,7 +140,13 @@ class FusedPasses:
         buffers = self._buffers_for(cache, idx, length, state)
         buffers.take(layers)
         keys, values = (part[idx : self.end] for part in (buffers.keys, buffers.values))
-        output = stack(keys, values, state, cos, sin, mask, torch.tensor(end))
+        run = active_run()
+        taps = [] if run is None or len(layers) == 1 else run.taps_in(idx, self.end)
+        tapped = state.new_empty(*state.shape[:2], len(taps), state.shape[2]) if taps else None
+        numbers = [depth - idx for depth in taps]
+        output = stack(keys, values, state, cos, sin, mask, torch.tensor(end), tapped=tapped, taps=numbers)
+        if run is not None and tapped is not None:
+            run.take_tapped(taps, tapped)
         buffers.show(layers, end)
         return output
 

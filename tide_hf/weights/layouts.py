@@ -8,9 +8,8 @@ verify pass over a few tokens is bound by the bandwidth with which it reads the 
   pass in a model of 30 layers has 120 products.
 - The skinny GEMM reads plain weights sequentially, once for all rows of the input, without a copy. It sums in the same
   order for any number of rows, so a pass over several tokens rounds as passes over single tokens do.
-- The group-wise quantised GEMM, for few rows, reads a half or a quarter of the bytes of plain weights.
 - Copies in half precision, and of weights whose values need fewer bits than their dtype has, are read in panels; see
-  `lossless`.
+  `lossless`. For drafts, weights are also quantised to int8: a half or a quarter of the bytes.
 - On CPUs without bfloat16 or float16 instructions, PyTorch multiplies weights of these dtypes several times slower
   than float32, so they are upcast to float32, chunk by chunk, at each call.
 
@@ -21,7 +20,7 @@ Which layout is the fastest for a number of rows is measured on this machine, on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -33,15 +32,12 @@ from torch.nn import functional
 from ..common.measurements import measured
 from ..common.memory import copy_if_it_fits
 from ..common.timing import least_seconds
-from ..kernels.cpu.cpp_kernels import load_op
-from .panels import PANEL_ROWS
+from ..kernels.cpu.cpp_kernels import CPU_DTYPES, are_ready, load_op
+from .panels import PANEL_ROWS, in_panels
 
-MAX_QUANTIZED_ROWS = 8  # of the quantised GEMM's input
 UPCAST_CHUNK = 1 << 20  # values of a weight that are upcast at a time
-# Weights per scale. One scale per row makes a head that drafts agree 0.6% less often; groups, no less often.
-GROUP_SIZE = 64
-MAX_QUANTIZED, ZERO_POINT = 63, 64
-MIN_SCALE = 1e-30  # avoids a division by zero in groups of zeros
+MAX_QUANTIZED = 127  # of the integers that drafts read
+MIN_SCALE = 1e-30  # avoids a division by zero in rows of zeros
 
 DECODE_ROWS = (1, 2, 4, 8, 16)  # measured together
 USUAL_ROWS = 4  # of a verify pass
@@ -139,34 +135,6 @@ class UpcastWeight(WeightLayout):
         self._plain = weights
 
 
-class QuantizedWeight(WeightLayout):
-    """A weight quantised group-wise to 7 bits, with one scale per `GROUP_SIZE` values. Lossy, so only for drafts."""
-
-    upcasts = True
-    packed: Tensor  # (out, groups, GROUP_SIZE) uint8, the last group padded with zeros
-    scales: Tensor  # (out, groups) float32
-
-    @staticmethod
-    def serves(dtype: torch.dtype, rows: int) -> bool:
-        """Whether there are few rows and the kernel can be compiled."""
-        return rows <= MAX_QUANTIZED_ROWS and load_op("groupwise_gemm", dtype) is not None
-
-    def apply(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """(..., in) -> (..., out)."""
-        if input.numel() > MAX_QUANTIZED_ROWS * input.shape[-1]:  # inputs may have more rows than the pass has tokens
-            weight = _concatenated([weight.detach() for weight in self.weights])
-            return functional.linear(input, weight.to(input.dtype), bias)
-        product: Any = load_op("groupwise_gemm", input.dtype)
-        return product(input, self.packed, self.scales, bias)
-
-    def _convert(self, weights: list[Tensor]) -> None:
-        weight = _concatenated(weights).float().contiguous()
-        groups = functional.pad(weight, (0, -weight.shape[1] % GROUP_SIZE)).view(weight.shape[0], -1, GROUP_SIZE)
-        self.scales = (groups.abs().amax(dim=-1) / MAX_QUANTIZED).clamp_min(MIN_SCALE)
-        quantized = (groups / self.scales[..., None]).round().clamp(-MAX_QUANTIZED, MAX_QUANTIZED)
-        self.packed = (quantized + ZERO_POINT).to(torch.uint8)
-
-
 class PlainWeight(WeightLayout):
     """A weight as the model stores it, read by the skinny GEMM without a copy."""
 
@@ -212,9 +180,26 @@ class StoredWeight(WeightLayout):
         return product(input, [self.values], bias, [self.scales])[..., : -self.padding]
 
 
+class QuantizedWeight(StoredWeight):
+    """A weight quantised to int8 in panels, with one scale per row. Lossy, so only for drafts."""
+
+    upcasts = True
+
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int) -> bool:
+        """Whether the kernel can be compiled; the number of rows does not matter."""
+        return load_op("skinny_gemm", dtype) is not None
+
+    def _convert(self, weights: list[Tensor]) -> None:
+        weight = weights[0].float()
+        scales = (weight.abs().amax(dim=1) / MAX_QUANTIZED).clamp_min(MIN_SCALE)
+        self.values = in_panels((weight / scales[:, None]).round().to(torch.int8))
+        self.scales = functional.pad(scales, (0, -len(scales) % PANEL_ROWS))
+
+
 Layouts = tuple[type[WeightLayout], ...]
 
-WEIGHT_LAYOUTS: Layouts = (PrepackedWeight, QuantizedWeight, PlainWeight, UpcastWeight)
+WEIGHT_LAYOUTS: Layouts = (PrepackedWeight, PlainWeight, UpcastWeight)  # which ops look up
 PYTORCH_LAYOUTS: Layouts = (PrepackedWeight, UpcastWeight)
 
 # Converted weights by layout class, and by address, shape and stride; models may share weights.
@@ -228,6 +213,19 @@ def in_layout(layout: type[WeightLayout], *weights: Tensor) -> WeightLayout:
     if known is None or not known.is_of(*weights, sampled=True):
         _known[key] = known = layout(*weights)
     return known
+
+
+def hold_samples(layouts: Iterable[WeightLayout]) -> bool:
+    """Whether the weights that layouts were made from hold what was sampled from them."""
+    pairs = (pair for made in layouts if made.samples for pair in zip(made.weights, made.samples, strict=True))
+    sampled = {id(weight): (weight, sample) for weight, sample in pairs}
+    whole = [(weight, sample) for weight, sample in sampled.values() if weight.is_contiguous()]
+    dtype = next((dtype for dtype in CPU_DTYPES if are_ready(dtype)), None)
+    op: Any = None if dtype is None else load_op("are_samples", dtype)
+    if op is not None and whole and len(whole) == len(sampled):  # ten times as fast as one by one
+        weights, samples = [weight for weight, _ in whole], [sample for _, sample in whole]
+        return bool(op(weights, samples, [_sampling_step(weight) for weight in weights]))
+    return all(torch.equal(sample, _sample(weight)) for weight, sample in sampled.values())
 
 
 def _key_of(weights: Sequence[Tensor], layout: type[WeightLayout]) -> tuple[Any, ...]:
@@ -398,9 +396,13 @@ def version_of(weight: Tensor) -> tuple[int, int]:
     return weight._version, weight.data_ptr()
 
 
+def _sampling_step(weight: Tensor) -> int:
+    return max(1, weight.shape[-1] - 1)
+
+
 def _sample(weight: Tensor) -> Tensor:
     """One value per row, on a diagonal, so that a write to any row or column is noticed."""
-    step, weight = max(1, weight.shape[-1] - 1), weight.detach()
+    step, weight = _sampling_step(weight), weight.detach()
     if weight.is_contiguous():  # one operation, since every call of `generate` samples all weights
         return weight.as_strided((-(-weight.numel() // step),), (step,))
     return weight.reshape(-1)[::step]

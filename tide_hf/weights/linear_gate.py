@@ -1,12 +1,12 @@
 """Linear layers on a CPU that read their weights in the fastest layout (see `layouts`).
 
 Reading weights takes most of the time of a draft step, and drafted tokens are verified. Draft steps may therefore read
-group-wise quantised weights (compare LLM.int8(), arXiv 2208.07339); verify passes never do.
+quantised weights (compare LLM.int8(), arXiv 2208.07339); verify passes never do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -33,6 +33,7 @@ from .layouts import (
     can_pack,
     clearly_faster_layout,
     fastest_layout,
+    hold_samples,
     in_layout,
     sum_alike,
     version_of,
@@ -200,10 +201,10 @@ class LinearGate(Gate):
         """Free all converted weights but these."""
         self.converted = converted
 
-    def release_if_changed(self) -> None:
-        """Free converted weights whose source was replaced or written to, including through `.data`."""
+    def release_if_changed(self, sampled: bool = True) -> None:
+        """Free converted weights whose source was replaced or written to, if `sampled` including through `.data`."""
         sources = self.sources()
-        if not sources or not all(weight.is_of(*sources, sampled=True) for weight in self.converted.values()):
+        if not sources or not all(weight.is_of(*sources, sampled=sampled) for weight in self.converted.values()):
             self.release()
 
 
@@ -248,6 +249,15 @@ class SingleLayoutGate(LinearGate):
     def prepare(self, rows: int, layouts: Layouts, dtype: torch.dtype | None = None) -> WeightLayout | None:
         """Convert the weights to the gate's layout, whatever the number of rows; `None` if memory has no room."""
         return self.convert(self.layout)
+
+
+def release_changed(gates: Sequence[LinearGate]) -> None:
+    """Free the converted weights whose sources were replaced or written to, including through `.data`."""
+    for gate in gates:
+        gate.release_if_changed(sampled=False)
+    if not hold_samples(layout for gate in gates for layout in gate.converted.values()):
+        for gate in gates:
+            gate.release_if_changed()
 
 
 @contextmanager

@@ -13,9 +13,18 @@ from ..common.choices import EAGER
 from ..kernels.cpu.cpp_kernels import CPU_DTYPES, are_ready, load_op
 from ..routers.draft_head import DraftHead
 from ..routers.routers import TIDERouters
+from .fused_head import FusedHead, fused_head
 from .fused_layers import FusedLayer, FusedLayers
 from .fused_passes import FusedPasses
-from .layouts import DECODE_ROWS, PYTORCH_LAYOUTS, Layouts, WeightLayout, fastest_layout
+from .layouts import (
+    DECODE_ROWS,
+    PYTORCH_LAYOUTS,
+    Layouts,
+    PlainWeight,
+    QuantizedWeight,
+    WeightLayout,
+    fastest_layout,
+)
 from .linear_gate import (
     DRAFT_LAYOUTS,
     KERNEL_LAYOUTS,
@@ -29,6 +38,7 @@ from .linear_gate import (
     layouts_now,
     linears_in,
     linears_to_gate,
+    release_changed,
     weight_dtypes,
 )
 from .upcast import UpcastGate, modules_to_upcast, upcasts
@@ -95,6 +105,7 @@ class WeightReading:
 
     def release(self) -> None:
         """Free the converted weights."""
+        self.fused_layers.forget()
         for gate in self.gates():
             gate.release()
         for upcast in self._upcast:
@@ -113,8 +124,7 @@ class WeightReading:
         No weight may change in it. Those that have changed since the last call are converted anew.
         """
         gates = self.gates()
-        for gate in gates:
-            gate.release_if_changed()
+        release_changed(gates)
         layouts = self._eager_layouts(gates)
         if engine == EAGER and not self.copies_at_once:  # compiled graphs keep the layouts that they were traced with
             decoded = self._num_decoded + max_new_tokens / 2
@@ -149,6 +159,7 @@ class WeightReading:
         try:
             yield
         finally:
+            self.fused_layers.forget()
             for gate, converted in kept.items():
                 gate.keep(converted)
 
@@ -172,6 +183,14 @@ class WeightReading:
         found = {} if self.use_kernels is False else self.fused_layers.with_limits(num_layers)
         return FusedPasses(self.fused_layers, found) if found else None
 
+    def fused_head(self, head: DraftHead) -> FusedHead | None:
+        """What runs the draft head in the eager calls of a single row, where that is not the head itself."""
+        if self.use_kernels is False:
+            return None
+        pays = any(one.is_copy and one.pays_after >= QuantizedWeight.pays_after for one in layouts_now())
+        may_copy = self._may_copy and pays  # as other copies that pay no sooner
+        return fused_head(head, QuantizedWeight if may_copy else PlainWeight)
+
     def measure(self) -> None:
         """Measure what decodes the fastest on this machine, so that no call has to wait for it."""
         gates = self.gates()
@@ -187,8 +206,8 @@ class WeightReading:
             return False
         self.copies_at_once = True
         before = [len(gate.converted) for gate in gates]
+        release_changed(gates)
         for gate in gates:
-            gate.release_if_changed()
             gate.prepare(DECODE_ROWS[0], VERIFY_LAYOUTS, torch.float32 if upcasts() else None)
         return before != [len(gate.converted) for gate in gates]
 

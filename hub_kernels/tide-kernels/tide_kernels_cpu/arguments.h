@@ -50,16 +50,6 @@ struct SkinnyGemm {
   int64_t rows, size, count, size_out, threads;
 };
 
-struct GroupwiseGemm {
-  static constexpr const char* kName = "groupwise_gemm";  // of the op
-  const void* input;      // (rows, size)
-  const uint8_t* weight;  // (size_out, groups, 64)
-  const float* scales;    // (size_out, groups)
-  const void* bias;       // (size_out) or null
-  void* output;           // (rows, size_out)
-  int64_t rows, size, groups, size_out, threads;
-};
-
 struct DecodeAttention {
   static constexpr const char* kName = "decode_attention";  // of the op
   const void *query, *key, *value, *mask;  // (heads, queries, size), twice (heads, all_slots, size), (queries, all_slots)
@@ -79,6 +69,17 @@ struct PrefillAttention {
   float scale;
 };
 
+constexpr int64_t kMaxTop = 16;
+
+struct TopTokens {
+  static constexpr const char* kName = "top_tokens";  // of the op
+  const void* input;                                  // (rows, size)
+  float* values;                                      // (rows, count), and their places in the row
+  int64_t* places;
+  float* log_sums;  // (rows), of the exponentials of all values; or null
+  int64_t rows, size, count, threads;  // count: at most kMaxTop, and size
+};
+
 // What each decoder layer of Llama's kind holds.
 struct DecoderLayer {
   const void *norm, *mlp_norm;    // of RMSNorm before attention and before the MLP, (size) each
@@ -95,6 +96,10 @@ struct DecoderLayers {
   const bool* may_attend;                // (width, mask_slots), per row if has_row_masks; or null
   const void* mask;                      // the same, added to the scores; or null. Without both, attention is causal
   const DecoderLayer* layers;            // `count`
+  const void *beside, *beside_norm;      // what q, k and v read before the states, normalised, and its norm; or null
+  void* tapped;                          // (rows, width, num_taps, size): the states after some layers, by their number
+  const int64_t* taps;
+  int64_t num_taps;
   int64_t count, rows, width, size, inner, heads, kv_heads, head_size, slots, all_slots, mask_slots, threads;
   bool has_row_angles, has_row_masks;
   float eps, mlp_eps, head_eps, scale;
@@ -103,12 +108,12 @@ struct DecoderLayers {
 template <class Value>  // float, c10::BFloat16 or c10::Half
 void run(const SkinnyGemm& call);
 template <class Value>
-void run(const GroupwiseGemm& call);
-template <class Value>
 void run(const DecodeAttention& call);
 template <class Value>
 void run(const PrefillAttention& call);
 template <class Value>
 void run(const DecoderLayers& call);
+template <class Value>
+void run(const TopTokens& call);
 template <class Value>
 void run(const RowsOfProduct& call);

@@ -9,8 +9,10 @@
 #include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
+#include <cstring>
 #include <initializer_list>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 #include "arguments.h"
@@ -170,29 +172,6 @@ Tensor skinny_gemm(const Tensor& given, const std::vector<Tensor>& weights, cons
   return output;
 }
 
-// input (..., in) of at most eight rows, weights (out, groups, 64), scales (out, groups), bias (out) -> (..., out).
-Tensor groupwise_gemm(const Tensor& given, const Tensor& weight, const Tensor& scales,
-                      const std::optional<Tensor>& given_bias) {
-  const char* name = GroupwiseGemm::kName;
-  const Tensor input = in_order(given);
-  STD_TORCH_CHECK(input.dim() > 0 && input.size(-1) > 0 && weight.dim() == 3, name, ": an empty input");
-  GroupwiseGemm call{};
-  call.size = input.size(-1), call.rows = input.numel() / call.size;
-  call.size_out = weight.size(0), call.groups = weight.size(1);
-  STD_TORCH_CHECK(call.rows >= 1 && call.rows <= 8, name, ": ", call.rows, " rows");
-  STD_TORCH_CHECK(weight.is_contiguous() && weight.scalar_type() == ScalarType::Byte && weight.size(2) == 64 &&
-                      call.groups == (call.size + 63) / 64 && scales.is_contiguous() &&
-                      scales.scalar_type() == ScalarType::Float && scales.numel() == call.size_out * call.groups,
-                  name, ": weights of the wrong size or dtype");
-  const Tensor output = empty_rows(input, call.size_out);
-  const auto bias = contiguous_bias(name, given_bias, call.size_out);
-  call.input = input.const_data_ptr(), call.weight = static_cast<const uint8_t*>(weight.const_data_ptr());
-  call.scales = static_cast<const float*>(scales.const_data_ptr()), call.bias = bias_data(name, bias, input);
-  call.output = output.mutable_data_ptr();
-  run_for(input.scalar_type(), call);
-  return output;
-}
-
 // query (rows, heads, queries, size), key and value (rows, heads, all slots, size) -> as query. Slots from `end` on are
 // not read. The mask (rows or 1, 1, queries, all slots) is added to the scores.
 Tensor decode_attention(const Tensor& given, const Tensor& key, const Tensor& value, const Tensor& mask,
@@ -258,12 +237,15 @@ Tensor prefill_attention(const Tensor& query, const Tensor& key, const Tensor& v
 // of the pass are stored in the slots before `end` of each layer's caches, (rows, KV heads, slots, head_size), and slots from
 // `end` on are not read. Of all layers in turn: weights of q, k, v, o, gate, up and down, and their scales, empty for those
 // that are no integers; norms before attention and before the MLP (D); biases of q, k, v and o, empty for none, or none at
-// all; norms of queries' and keys' heads (head_size), or none.
+// all; norms of queries' and keys' heads (head_size), or none. `beside` is empty, or values (rows, width, D) and the weight of
+// their RMSNorm (D): q, k and v of a single layer then read these, normalised, before the states. `tapped`, if given,
+// (rows, width, number of taps, D), gets the states after as many layers as `taps` says.
 Tensor decoder_layers(const Tensor& given, const Tensor& given_cos, const Tensor& given_sin,
                       const std::optional<Tensor>& given_mask, const Tensor& filled, const std::vector<Tensor>& keys,
                       const std::vector<Tensor>& values, const std::vector<Tensor>& weights, const std::vector<Tensor>& scales,
                       const std::vector<Tensor>& norms, const std::vector<Tensor>& biases,
-                      const std::vector<Tensor>& head_norms, double eps, double mlp_eps, double head_eps, double scale) {
+                      const std::vector<Tensor>& head_norms, double eps, double mlp_eps, double head_eps, double scale,
+                      const std::vector<Tensor>& beside, const std::optional<Tensor>& tapped, const std::vector<int64_t>& taps) {
   const char* name = DecoderLayers::kName;
   check_sizes(name, "input", given, {-1, -1, -1});
   const ScalarType dtype = given.scalar_type();
@@ -284,7 +266,22 @@ Tensor decoder_layers(const Tensor& given, const Tensor& given_cos, const Tensor
   call.kv_heads = keys[0].size(1), call.all_slots = keys[0].size(2);
   const int64_t end = call.slots = filled_slots(name, filled);
   STD_TORCH_CHECK(end >= call.width && end <= call.all_slots, name, ": ", end, " slots");
-  check_weight(name, weights[0], -1, call.size);
+  const int64_t read = beside.empty() ? call.size : 2 * call.size;
+  STD_TORCH_CHECK(beside.empty() || (beside.size() == 2 && count == 1), name, ": values beside those of several layers");
+  std::optional<Tensor> beside_states;
+  if (!beside.empty()) {
+    beside_states = in_order(beside[0]);
+    check_sizes(name, "input beside", *beside_states, {call.rows, call.width, call.size});
+    check_sizes(name, "norm beside", beside[1], {call.size});
+    call.beside = contiguous_data(name, *beside_states, dtype), call.beside_norm = contiguous_data(name, beside[1], dtype);
+  }
+  if (tapped.has_value()) {
+    call.taps = taps.data(), call.num_taps = static_cast<int64_t>(taps.size());
+    check_sizes(name, "buffer of tapped states", *tapped, {call.rows, call.width, call.num_taps, call.size});
+    contiguous_data(name, *tapped, dtype);
+    call.tapped = tapped->mutable_data_ptr();
+  }
+  check_weight(name, weights[0], -1, read);
   call.heads = size_out(weights[0]) / call.head_size;
   STD_TORCH_CHECK(call.kv_heads > 0 && call.heads > 0 && call.heads % call.kv_heads == 0, name, ": ", call.heads,
                   " heads share ", call.kv_heads);
@@ -292,7 +289,7 @@ Tensor decoder_layers(const Tensor& given, const Tensor& given_cos, const Tensor
   call.inner = size_out(weights[4]);
   const int64_t projected = call.heads * call.head_size, kv = call.kv_heads * call.head_size;
   const int64_t outs[] = {projected, kv, kv, call.size, call.inner, call.inner, call.size};
-  const int64_t ins[] = {call.size, call.size, call.size, projected, call.size, call.size, call.inner};
+  const int64_t ins[] = {read, read, read, projected, call.size, call.size, call.inner};
   const auto all = products(name, weights, scales, dtype);
   std::vector<DecoderLayer> layers(count);
   for (size_t i = 0; i < count; ++i) {
@@ -330,22 +327,65 @@ Tensor decoder_layers(const Tensor& given, const Tensor& given_cos, const Tensor
   return output;
 }
 
+// The `count` largest values of each row, in descending order, as floats, and their places: (..., size) -> (..., count) each;
+// and, `with_sums`, the logarithm of the sum of the exponentials of all its values, (..., 1), else nothing, (0).
+std::tuple<Tensor, Tensor, Tensor> top_tokens(const Tensor& given, int64_t count, bool with_sums) {
+  const char* name = TopTokens::kName;
+  const Tensor input = in_order(given);
+  STD_TORCH_CHECK(input.dim() > 0 && count > 0 && count <= std::min(kMaxTop, input.size(-1)), name, ": the best ", count);
+  TopTokens call{};
+  call.size = input.size(-1), call.rows = input.numel() / call.size, call.count = count;
+  std::vector<int64_t> sizes(input.sizes().begin(), input.sizes().end());
+  sizes.back() = count;
+  const Tensor values = torch::stable::new_empty(input, sizes, ScalarType::Float);
+  const Tensor places = torch::stable::new_empty(input, sizes, ScalarType::Long);
+  sizes.back() = 1;
+  const Tensor sums = torch::stable::new_empty(input, with_sums ? sizes : std::vector<int64_t>{0}, ScalarType::Float);
+  call.input = input.const_data_ptr();
+  call.values = static_cast<float*>(values.mutable_data_ptr()), call.places = static_cast<int64_t*>(places.mutable_data_ptr());
+  if (with_sums) call.log_sums = static_cast<float*>(sums.mutable_data_ptr());
+  if (call.rows > 0) run_for(input.scalar_type(), call);
+  return {values, places, sums};
+}
+
+// Whether each sample (count) holds every step-th value of its contiguous weight. Each value costs a wait for memory, unless
+// many are fetched at once.
+bool are_samples(const std::vector<Tensor>& weights, const std::vector<Tensor>& samples, const std::vector<int64_t>& steps) {
+  const char* name = "are_samples";
+  constexpr int64_t kAhead = 32;
+  STD_TORCH_CHECK(weights.size() == samples.size() && weights.size() == steps.size(), name, ": lists of the wrong length");
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const int64_t count = samples[i].numel(), size = static_cast<int64_t>(weights[i].element_size());
+    STD_TORCH_CHECK(steps[i] > 0 && (count - 1) * steps[i] < weights[i].numel(), name, ": samples beyond their weight");
+    const auto* sample = static_cast<const char*>(contiguous_data(name, samples[i], weights[i].scalar_type()));
+    const auto* weight = static_cast<const char*>(contiguous_data(name, weights[i], weights[i].scalar_type()));
+    for (int64_t k = 0; k < count; ++k) {
+      if (k + kAhead < count) __builtin_prefetch(weight + (k + kAhead) * steps[i] * size);
+      if (std::memcmp(weight + k * steps[i] * size, sample + k * size, size) != 0) return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   library.def("skinny_gemm(Tensor input, Tensor[] weights, Tensor? bias, Tensor[] scales) -> Tensor");
-  library.def("groupwise_gemm(Tensor input, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
   library.def("decode_attention(Tensor query, Tensor key, Tensor value, Tensor mask, Tensor end, float scale) -> Tensor");
   library.def("prefill_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale) -> Tensor");
   library.def("decoder_layers(Tensor hidden_states, Tensor cos, Tensor sin, Tensor? mask, Tensor end, Tensor(a!)[] keys, "
               "Tensor(b!)[] values, Tensor[] weights, Tensor[] scales, Tensor[] norms, Tensor[] biases, Tensor[] head_norms, "
-              "float eps, float mlp_eps, float head_eps, float scale) -> Tensor");
+              "float eps, float mlp_eps, float head_eps, float scale, Tensor[] beside, Tensor(c!)? tapped, "
+              "int[] taps) -> Tensor");
+  library.def("are_samples(Tensor[] weights, Tensor[] samples, int[] steps) -> bool");
+  library.def("top_tokens(Tensor input, int count, bool with_sums) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("skinny_gemm", TORCH_BOX(&skinny_gemm));
-  library.impl("groupwise_gemm", TORCH_BOX(&groupwise_gemm));
   library.impl("decode_attention", TORCH_BOX(&decode_attention));
   library.impl("prefill_attention", TORCH_BOX(&prefill_attention));
   library.impl("decoder_layers", TORCH_BOX(&decoder_layers));
+  library.impl("are_samples", TORCH_BOX(&are_samples));
+  library.impl("top_tokens", TORCH_BOX(&top_tokens));
 }

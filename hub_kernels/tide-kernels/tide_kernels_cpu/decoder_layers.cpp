@@ -71,7 +71,7 @@ class Member {
   Member(const DecoderLayers& call, Shared& shared, Team& team, int64_t index)
       : call(call), shared(shared), team(team), index(index), tokens(call.rows * call.width),
         states(static_cast<Value*>(call.states)) {
-    normalised.resize(tokens * call.size);
+    normalised.resize(tokens * read_size());
   }
 
   void run() {
@@ -90,6 +90,7 @@ class Member {
       team.meet();
       add_product(layer.weights[6], shared.activated.data(), call.inner, nullptr);
       team.meet();
+      tap(i + 1);
     }
   }
 
@@ -157,14 +158,30 @@ class Member {
     }
   }
 
-  void normalise(const void* weight, float eps) {
+  // How many values q, k and v read of a token.
+  int64_t read_size() const { return call.beside == nullptr ? call.size : 2 * call.size; }
+
+  // Normalise values (tokens, size), or the states, into rows of `stride` values, from a column on.
+  void normalise(const void* weight, float eps, const Value* values, int64_t column, int64_t stride) {
     for (int64_t t = 0; t < tokens; ++t)
-      rms_norm(states + t * call.size, static_cast<const Value*>(weight), normalised.data() + t * call.size, call.size, eps);
+      rms_norm(values + t * call.size, static_cast<const Value*>(weight), normalised.data() + t * stride + column, call.size,
+               eps);
+  }
+
+  // Copy a share of the states to where those after a number of layers are wanted, while others begin the next layer.
+  void tap(int64_t depth) {
+    const int64_t place = std::find(call.taps, call.taps + call.num_taps, depth) - call.taps, members = team.members();
+    if (place == call.num_taps) return;
+    for (int64_t t = tokens * index / members; t < tokens * (index + 1) / members; ++t)
+      std::copy_n(states + t * call.size, call.size,
+                  static_cast<Value*>(call.tapped) + (t * call.num_taps + place) * call.size);
   }
 
   // Multiply all tokens by some rows of the weights of queries, keys and values.
   void project(const DecoderLayer& layer) {
-    normalise(layer.norm, call.eps);
+    const int64_t all = read_size();
+    normalise(layer.norm, call.eps, states, all - call.size, all);
+    if (call.beside != nullptr) normalise(call.beside_norm, call.eps, static_cast<const Value*>(call.beside), 0, all);
     const int64_t size = call.head_size, stride = (call.heads + 2 * call.kv_heads) * size;
     const int64_t firsts[] = {0, call.heads * size, (call.heads + call.kv_heads) * size, stride};
     int64_t unit = 1;
@@ -173,7 +190,7 @@ class Member {
       for (int i = 0; i < 3; ++i) {
         const int64_t from = std::max(rows.from, firsts[i]), to = std::min(rows.from + rows.count, firsts[i + 1]);
         if (from >= to) continue;
-        multiply(layer.weights[i], normalised.data(), input, call.size, firsts[i + 1] - firsts[i], {from - firsts[i], to - from},
+        multiply(layer.weights[i], normalised.data(), input, all, firsts[i + 1] - firsts[i], {from - firsts[i], to - from},
                  layer.biases[i], shared.projected.data() + input.tokens.from * stride + from, stride);
       }
     });
@@ -240,7 +257,7 @@ class Member {
 
   // Compute some of the MLP's activations.
   void activate(const DecoderLayer& layer) {
-    normalise(layer.mlp_norm, call.mlp_eps);
+    normalise(layer.mlp_norm, call.mlp_eps, states, 0, call.size);
     for_tiles(call.inner, std::max(unit_of(layer.weights[4]), unit_of(layer.weights[5])), [&](Range rows, const Input& input) {
       const auto [first, count] = input.tokens;
       product.resize(2 * count * rows.count);

@@ -1,7 +1,7 @@
 """Graph passes over linear layers.
 
 Layers that read the same input, such as QKV, are fused into one product: fewer kernel launches and larger reads. Layers
-whose weights are plain or quantised call their kernel directly, without the Python op that looks up layouts. On a GPU
+whose weights are plain call their kernel directly, without the Python op that looks up layouts. On a GPU
 the products are PyTorch's own, and fused ones read weights that lie next to each other in memory.
 """
 
@@ -17,14 +17,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from ...kernels.cpu.cpp_kernels import load_op
-from ...weights.layouts import (
-    MAX_QUANTIZED_ROWS,
-    WEIGHT_LAYOUTS,
-    PlainWeight,
-    QuantizedWeight,
-    WeightLayout,
-    in_layout,
-)
+from ...weights.layouts import WEIGHT_LAYOUTS, PlainWeight, WeightLayout, in_layout
 
 LINEAR = torch.ops.tide_hf.linear.default
 aten = torch.ops.aten
@@ -87,31 +80,20 @@ def _fuse(graph: fx.Graph, linears: list[Any]) -> None:
         _split(graph, whole, linears)
 
 
-def call_kernels(graph: fx.GraphModule, constants: list[Tensor]) -> list[LinearWeights]:
-    """Call the GEMM kernels directly where weights are plain or quantised; return the quantised products.
-
-    The graph is changed in place: `packed` and `scales` of each quantised product become inputs after the constants.
-    """
+def call_kernels(graph: fx.GraphModule, constants: list[Tensor]) -> None:
+    """Call the GEMM kernel directly where weights are plain; the graph is changed in place."""
     indices = indices_of_constants(graph, constants)
-    quantized: list[LinearWeights] = []
     for node in list(graph.graph.nodes):
         if node.target is not LINEAR:
             continue
         weights: Any = node.args[1]
-        state, number = node.args[0].meta.get("val"), _layout_of(node)
-        layout = WEIGHT_LAYOUTS[number]
+        state = node.args[0].meta.get("val")
         known = all(weight in indices and constants[indices[weight]].is_contiguous() for weight in weights)
-        if not known or state is None:
+        if not known or state is None or WEIGHT_LAYOUTS[_layout_of(node)] is not PlainWeight:
             continue
-        if layout is PlainWeight and (product := load_op("skinny_gemm", state.dtype)) is not None:
+        if (product := load_op("skinny_gemm", state.dtype)) is not None:
             node.target, node.args = product, (node.args[0], weights, node.args[2], [])
-        is_quantized = layout is QuantizedWeight and state.numel() <= MAX_QUANTIZED_ROWS * state.shape[-1]
-        if is_quantized and (product := load_op("groupwise_gemm", state.dtype)) is not None:
-            held = [_add_input(graph.graph, f"quantized_{len(quantized)}_{name}") for name in ("packed", "scales")]
-            node.target, node.args = product, (node.args[0], *held, node.args[2])
-            quantized.append(LinearWeights([indices[weight] for weight in weights], number))
     graph.recompile()
-    return quantized
 
 
 def _add_input(graph: fx.Graph, name: str) -> fx.Node:
@@ -123,12 +105,6 @@ def _add_input(graph: fx.Graph, name: str) -> fx.Node:
 def layouts_of(products: list[LinearWeights], constants: list[Tensor]) -> list[WeightLayout]:
     """The weights of each matrix product in `products`, converted to its layout."""
     return [in_layout(WEIGHT_LAYOUTS[layout], *(constants[i] for i in indices)) for indices, layout in products]
-
-
-def quantized_tensors(quantized: list[WeightLayout]) -> list[Tensor]:
-    """The values of the graph inputs that [`call_kernels`] adds for quantised weights."""
-    layouts = [layout for layout in quantized if isinstance(layout, QuantizedWeight)]
-    return [tensor for layout in layouts for tensor in (layout.packed, layout.scales)]
 
 
 def join_products(graph: fx.GraphModule, constants: list[Tensor]) -> list[list[int]]:

@@ -33,7 +33,6 @@ from .fused_linears import (
     join_products,
     joined_weights,
     layouts_of,
-    quantized_tensors,
 )
 
 VALUES_PER_THREAD = 16384  # with fewer, another thread costs more than it saves
@@ -212,12 +211,11 @@ def _describe(tensor: Tensor) -> str:
 
 
 class _Compiled(NamedTuple):
-    """A compiled graph of a layer, which takes inputs, constants, tensors of quantised weights and joined weights."""
+    """A compiled graph of a layer, which takes inputs, constants and joined weights."""
 
     function: Callable[..., Any]  # returns a tuple
     sizes: Sizes | None  # input sizes that the graph serves; `None` for static shapes
     fused: list[LinearWeights]  # fused products, whose weights are among the constants
-    quantized: list[LinearWeights]  # quantised products, whose weights are there too
     joined: list[list[int]]  # the weights of each product that is fused on a GPU, by index among the constants
 
 
@@ -226,10 +224,9 @@ class LayerGraph:
 
     def __init__(self, compiled: _Compiled, constants: list[Tensor]) -> None:
         self._function, self.sizes = compiled.function, compiled.sizes
-        quantized = layouts_of(compiled.quantized, constants)
-        self._layouts = layouts_of(compiled.fused, constants), quantized  # kept alive
+        self._layouts = layouts_of(compiled.fused, constants)  # kept alive
         joined = joined_weights(compiled.joined, constants)  # moves weights, so before they are detached
-        self._constants = [*(tensor.detach() for tensor in constants), *quantized_tensors(quantized), *joined]
+        self._constants = [*(tensor.detach() for tensor in constants), *joined]
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run the layer."""
@@ -274,15 +271,14 @@ class LayerGraphs:
         fused = fuse_linears(graph, constants, may_copy)
         if inputs[0].device.type != "cpu" and not dynamic:
             reduce_products(graph, constants)
-        quantized = call_kernels(graph, constants)
-        joined = join_products(graph, constants) if not quantized else []
-        tensors = quantized_tensors(layouts_of(quantized, constants))
-        taken = [*inputs, *constants, *tensors, *joined_weights(joined, constants)]
+        call_kernels(graph, constants)
+        joined = join_products(graph, constants)
+        taken = [*inputs, *constants, *joined_weights(joined, constants)]
         kind = (dynamic, graph.code, *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in taken))
         if kind not in self._compiled:
             compiled_function = self._compile(graph, taken)  # compiling may add guards on sizes
             sizes = Sizes(graph) if dynamic else None
-            self._compiled[kind] = _Compiled(compiled_function, sizes, fused, quantized, joined)
+            self._compiled[kind] = _Compiled(compiled_function, sizes, fused, joined)
         compiled = self._compiled[kind]
         known = {id(tensor): i for i, tensor in enumerate(log.constants)}
         if all(id(tensor) in known for tensor in constants):

@@ -35,7 +35,7 @@ from ..gqa_attention import filled_up_to
 from ..warm_up import WarmUp
 from .capture import Replay, restorer
 from .dequantised_products import reduce_products
-from .fused_linears import call_kernels, layouts_of, quantized_tensors
+from .fused_linears import call_kernels
 from .graphs import CompileGraph, LayerGraph, LayerGraphs, in_parts, lift_constants, traced
 
 MAX_PREFILL_GRAPHS = 8  # per layer, for different sizes; further sizes run uncompiled
@@ -189,8 +189,8 @@ class StepCompiler:
                 graph, lifted = lift_constants(self._trace(function, regions))
                 if any(tensor.device.type != "cpu" for tensor in lifted):
                     reduce_products(graph, lifted)
-                quantized = layouts_of(call_kernels(graph, lifted), lifted)
-                constants = [*(tensor.detach() for tensor in lifted), *quantized_tensors(quantized)]
+                call_kernels(graph, lifted)
+                constants = [tensor.detach() for tensor in lifted]
                 compiled = in_parts(graph, LAYER, self._compile)
                 compiled(*constants)
         except COMPILE_ERRORS as error:
@@ -202,7 +202,7 @@ class StepCompiler:
             with torch.inference_mode(False), torch.no_grad():
                 return compiled(*constants)
 
-        return Replay(run, references=(regions, quantized))
+        return Replay(run, references=regions)
 
     def _record(self, function: Callable[[], Any]) -> list[Region | None]:
         regions: list[Region | None] = []

@@ -2,8 +2,8 @@
 
 Builds for GPUs have them in Triton and (for some of them, in some builds) CUDA C++; `plain.py` beside
 their sources has each in plain PyTorch. Any hidden size, any number of rows, strided and empty inputs.
-Builds for CPUs have products, attention and decoder layers for few tokens, in C++. float32, float16 and bfloat16; sums
-are float32.
+Builds for CPUs have products, attention, decoder layers for few tokens, and the best of logits, in C++. float32,
+float16 and bfloat16; sums are float32.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from ._ops import ops
 
 if hasattr(ops, "skinny_gemm"):  # this build's library is for CPUs
     from .cpu import (
+        are_samples,
         decode_attention,
         decoder_layers,
-        groupwise_gemm,
         implementations,
         prefill_attention,
         skinny_gemm,
+        top_tokens,
     )
 
     __all__ = [
+        "are_samples",
         "decode_attention",
         "decoder_layers",
-        "groupwise_gemm",
         "implementations",
         "prefill_attention",
         "skinny_gemm",
+        "top_tokens",
     ]
 else:
     from .kv_cache import kv_compact

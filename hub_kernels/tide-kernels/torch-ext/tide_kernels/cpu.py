@@ -21,21 +21,29 @@ def _size_out(weight: Tensor) -> int:
     return weight.shape[0] * (PANEL_ROWS if weight.dim() == 4 else 1)
 
 
-_FAKES: dict[str, Callable[..., Tensor]] = {
+def _best(input: Tensor, count: int, with_sums: bool) -> tuple[Tensor, Tensor, Tensor]:
+    values = input.new_empty((*input.shape[:-1], count), dtype=torch.float32)
+    sums = values.new_empty((*input.shape[:-1], 1) if with_sums else 0)
+    return values, torch.empty_like(values, dtype=torch.int64), sums
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
     "skinny_gemm": lambda input, weights, *_: _product(input, sum(map(_size_out, weights))),
-    "groupwise_gemm": lambda input, weight, *_: _product(input, weight.shape[0]),
     "decode_attention": lambda query, *_: query.new_empty(query.shape),
     "prefill_attention": lambda query, *_: query.new_empty(query.transpose(1, 2).shape),
     "decoder_layers": lambda hidden_states, *_: hidden_states.new_empty(hidden_states.shape),
+    "are_samples": lambda *_: True,
+    "top_tokens": _best,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(add_op_namespace_prefix(_name), _fake, allow_override=True)
 
 skinny_gemm: Any = ops.skinny_gemm.default
-groupwise_gemm: Any = ops.groupwise_gemm.default
 decode_attention: Any = ops.decode_attention.default
 prefill_attention: Any = ops.prefill_attention.default
 decoder_layers: Any = ops.decoder_layers.default
+are_samples: Any = ops.are_samples.default
+top_tokens: Any = ops.top_tokens.default
 
 
 def implementations() -> dict[str, str]:
