@@ -318,7 +318,7 @@ def test_an_environment_is_made_whole_or_not_at_all(engine, monkeypatch, capsys)
 
     def run(line, check, env=None):
         assert check
-        assert env is None or env["CMAKE_ARGS"] == "-DGGML_NATIVE=ON"
+        assert env is None or "-DGGML_NATIVE=ON" in env["CMAKE_ARGS"]
         ran.append([str(word) for word in line])
         peers.environment("vllm").mkdir(parents=True, exist_ok=True)
         if "uninstall" in line and failing:

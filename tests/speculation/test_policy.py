@@ -15,6 +15,7 @@ from tide_hf.speculation.policy import (
     CostTable,
     Prices,
     best_plan,
+    best_rate,
     step_gains,
 )
 
@@ -113,6 +114,20 @@ def test_a_plan_has_the_expected_rate_of_its_tokens():
     table = costs({8: 12.0})
     assert best_plan(rows(SURE[:7], SURE[:7]), Prices(table), 8.0).rate == pytest.approx(16 / 20)
     assert best_plan(rows([]), Prices(table)).rate == pytest.approx(1 / 10)
+
+
+def test_the_best_rate_of_known_promises_is_that_of_the_best_plan():
+    rng = random.Random(0)
+    for _ in range(300):
+        ranges = [(width, rng.uniform(8, 30)) for width in rng.sample((2, 3, 4, 6, 8, 12, 16), 3)]
+        prices = Prices(costs(verify=((1, 10.0), *ranges)))
+        promises = [
+            sorted((rng.random() ** 2 for _ in range(rng.randrange(20))), reverse=True)
+            for _ in range(rng.randint(1, 3))
+        ]
+        spent = rng.choice((0.0, 3.0))
+        expected = best_plan(rows(*promises), prices, spent).rate
+        assert best_rate(promises, prices, spent) == pytest.approx(expected)
 
 
 def test_further_draft_steps_promise_what_the_head_has_been_right_about():

@@ -9,15 +9,17 @@ from on_steps import LAYERS, OPTIONS, attach_compiled, new_tokens, prompts
 from packed_weights import ROUNDING, check_products, set_fastest_layouts
 from torch.nn import functional
 
-from tide_hf.kernels.cpu.cpp_kernels import CPU_DTYPES
+from tide_hf.kernels.cpu.cpp_kernels import CPU_DTYPES, build_kernels
 from tide_hf.weights import layouts as weight_layouts
 from tide_hf.weights import linear_gate
 from tide_hf.weights.layouts import (
     WEIGHT_LAYOUTS,
     PlainWeight,
     PrepackedWeight,
+    QuantizedWeight,
     UpcastWeight,
     fastest_layout,
+    hold_samples,
     in_layout,
 )
 
@@ -117,3 +119,21 @@ def test_a_pass_over_several_tokens_rounds_as_passes_over_one_do(tiny_llama, mon
     found = model.generate(**inputs)
     assert {size for _, _, size in steps._steps} > {1}
     assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_writes_that_pytorch_does_not_count_show_in_samples(dtype, has_kernel):
+    if has_kernel:
+        build_kernels(dtype)
+    weights = [torch.randn(sizes).to(dtype) for sizes in ((70, 30), (3, 1), (1, 5))]
+    turned = torch.randn(30, 70).to(dtype).t()
+    for made in ([QuantizedWeight(weight) for weight in weights], [PlainWeight(turned)], [PlainWeight(weights[0])], []):
+        assert hold_samples(made)
+        for weight in {id(one): one for layout in made if layout.samples for one in layout.weights}.values():
+            for row in {0, len(weight) // 2, len(weight) - 1}:
+                before = weight[row].clone()
+                weight.data[row] += 1
+                assert not hold_samples(made)
+                weight.data[row] = before
+                assert hold_samples(made)

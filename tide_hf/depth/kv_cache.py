@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -235,6 +235,8 @@ class CacheSlots:
         self.cache, self.length, self.mask = cache, length, attention_mask
         self.compaction_threshold, self.device = compaction_threshold, device
         self.ops, self.has_windows = ops, has_windows
+        # Keeps tokens of the last pass of a single row, by index, behind a number of others, if it can; see `commit`.
+        self.keep: Callable[[int, list[int]], bool] | None = None
         self.rejected: Tensor | None = None
         self._num_tokens: list[int] = []  # of each row; valid while there are rejected slots
         self.num_compactions = 0
@@ -247,6 +249,9 @@ class CacheSlots:
 
     def commit(self, width: int, kept: list[list[int]]) -> None:
         """Retain each row's `kept` slots, in ascending order, of the `width` that the last pass wrote."""
+        if self.keep is not None and self.keep(self.length, kept[0]):
+            self.length += len(kept[0])
+            return
         accepted = [len(slots) for slots in kept]
         longest = max(accepted)
         if any(slots and slots[-1] >= len(slots) for slots in kept):  # a path through a tree

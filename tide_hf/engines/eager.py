@@ -42,6 +42,7 @@ from ..speculation.policy import TOP_DRAFTS, CostTable
 from ..speculation.prefill import prefill
 from ..speculation.protocols import Pass
 from ..speculation.ranks import ranks_of
+from ..weights.fused_passes import FusedPasses
 from ..weights.upcast import dtype_now
 from .direct_passes import DirectPasses, direct_passes
 from .gqa_attention import gqa_attention
@@ -149,6 +150,10 @@ class EagerEngine:
         config = model.config.get_text_config()
         length, windows = int(cache.get_seq_length()), has_windows(config)
         self.slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows)
+        passes = run.execute_layer
+        has_all = self.input_ids.shape[0] == 1 and mask is None and not windows
+        if isinstance(passes, FusedPasses) and has_all and name == EAGER:
+            passes.awaits_keep, self.slots.keep = True, passes.keep
         self.rows = list(range(self.input_ids.shape[0]))  # for each row still in the batch, its index in the call
         # Of the next tokens, (rows,); (kinds, rows) for mRoPE.
         self.positions = None if positions is None else _last_positions(positions, len(self.rows)) + 1

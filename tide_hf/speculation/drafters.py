@@ -19,6 +19,7 @@ from .policy import (
     Plan,
     Prices,
     best_plan,
+    best_rate,
     expected_tokens,
     step_gains,
 )
@@ -188,11 +189,7 @@ class HybridDrafter:
         ]
         known, rates = [tree.known() for tree in trees], self._rates(layer)
         return max(
-            best_plan(
-                [partial(_first, row) for row in step_gains(known, reaches, rates, steps)],
-                prices,
-                spent + steps * prices.draft(layer),
-            ).rate
+            best_rate(step_gains(known, reaches, rates, steps), prices, spent + steps * prices.draft(layer))
             for steps in (1, LOOK_AHEAD)
         )
 
@@ -224,10 +221,6 @@ class HybridDrafter:
         """Learn from a chain that the host has read by now."""
         for node, token in zip(draft.nodes, accepted.tokens, strict=False):
             self._learn((node.source, 0), node.token == token, None)
-
-
-def _first(promises: list[float], count: int) -> list[float]:
-    return promises[:count]
 
 
 class NoDrafter:

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median, median_low
 from threading import Lock
 
@@ -336,10 +337,24 @@ def best_plan(promises: Sequence[Callable[[int], Sequence[float]]], prices: Pric
     return best
 
 
+def best_rate(promises: Sequence[Sequence[float]], prices: Prices, drafted_ms: float) -> float:
+    """The rate of [`best_plan`] where all that rows promise is known."""
+    rows, longest = len(promises), max(map(len, promises))
+    sums = [list(accumulate(row, initial=0.0)) for row in promises]
+    lengths = [length for length in DRAFT_LENGTHS if length < prices.widest and length < longest]
+    if longest and longest < prices.widest:
+        lengths.append(min(longest, MAX_DRAFT))
+    rates = [
+        (rows + sum(row[min(length, len(row) - 1)] for row in sums)) / (drafted_ms + prices.verify(length + 1))
+        for length in lengths
+    ]
+    return max([rows / (drafted_ms + prices.verify(1)), *rates])
+
+
 def step_gains(
     promises: Sequence[Sequence[float]], reaches: Sequence[float], rates: Sequence[float], num_steps: int
 ) -> list[list[float]]:
-    """What rows would promise after `num_steps` more draft steps, for [`best_plan`].
+    """What rows would promise after `num_steps` more draft steps, for [`best_rate`].
 
     Args:
         promises: What each row promises without them.

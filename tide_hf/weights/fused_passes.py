@@ -46,6 +46,11 @@ class _Buffers:
                     if not _begins(buffer, part):
                         buffer[:, :, : part.shape[2]] = part
 
+    def move(self, start: int, slots: list[int]) -> None:
+        """Move the K/V of all layers in these slots, counted from `start` on and ascending, to the first of them."""
+        index = torch.tensor(slots) + start
+        self.parts[..., start : start + len(slots), :] = self.parts.index_select(-2, index)
+
     def show(self, layers: range, length: int) -> None:
         """Give layers of the cache the first `length` slots."""
         filled = (part[layers.start : layers.stop, :, :, :length].unbind() for part in self.parts)
@@ -74,6 +79,8 @@ class FusedPasses:
         self.end = 0  # of the layers that have run in this pass
         self._stacks: dict[tuple[int, int], FusedStack] = {}  # by their first layer and the end of theirs
         self._buffers: dict[tuple[int, int], _Buffers] = {}  # by heads and their size
+        self.awaits_keep = False  # whether each pass over all layers is followed by `keep`
+        self._unshown: _Buffers | None = None  # what the cache gets by `keep`
 
     @property
     def run_all(self) -> bool:
@@ -84,6 +91,20 @@ class FusedPasses:
     def last_pass(self) -> tuple[Tensor, Tensor, tuple[Tensor, ...]] | None:
         """Of the last pass: the first layer's input, the last one's output, and the angles; `None` before a pass."""
         return None if self._first is None else (self._first, *self._given[:2])
+
+    def keep(self, start: int, slots: list[int]) -> bool:
+        """Give the cache, of a single row, the K/V of these tokens of the last pass, by index, behind `start` others.
+
+        Returns whether it could; otherwise the cache has the K/V of all tokens of the pass. Views of sixty tensors take
+        a tenth of a millisecond, so they are made once a round.
+        """
+        buffers, self._unshown = self._unshown, None
+        if buffers is None:
+            return False
+        if slots and slots[-1] >= len(slots):  # a path through a tree
+            buffers.move(start, slots)
+        buffers.show(range(self._num_layers), start + len(slots))
+        return True
 
     def __call__(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer, and with it those that may run in the same call, in place of its own forward."""
@@ -147,7 +168,10 @@ class FusedPasses:
         output = stack(keys, values, state, cos, sin, mask, torch.tensor(end), tapped=tapped, taps=numbers)
         if run is not None and tapped is not None:
             run.take_tapped(taps, tapped)
-        buffers.show(layers, end)
+        if self.awaits_keep and len(layers) == self._num_layers:
+            self._unshown = buffers
+        else:
+            buffers.show(layers, end)
         return output
 
     def _buffers_for(self, cache: Any, idx: int, length: int, state: Tensor) -> _Buffers:
