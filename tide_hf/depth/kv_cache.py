@@ -231,12 +231,13 @@ class CacheSlots:
         device: torch.device,
         ops: Ops = WITHOUT_KERNELS,
         has_windows: bool = False,
+        keep: Callable[[int, list[int]], bool] | None = None,
     ) -> None:
         self.cache, self.length, self.mask = cache, length, attention_mask
         self.compaction_threshold, self.device = compaction_threshold, device
         self.ops, self.has_windows = ops, has_windows
         # Keeps tokens of the last pass of a single row, by index, behind a number of others, if it can; see `commit`.
-        self.keep: Callable[[int, list[int]], bool] | None = None
+        self.keep = keep
         self.rejected: Tensor | None = None
         self._num_tokens: list[int] = []  # of each row; valid while there are rejected slots
         self.num_compactions = 0

@@ -7,6 +7,7 @@ buffers with slots for later passes, of which the cache's layers hold the filled
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -79,7 +80,7 @@ class FusedPasses:
         self.end = 0  # of the layers that have run in this pass
         self._stacks: dict[tuple[int, int], FusedStack] = {}  # by their first layer and the end of theirs
         self._buffers: dict[tuple[int, int], _Buffers] = {}  # by heads and their size
-        self.awaits_keep = False  # whether each pass over all layers is followed by `keep`
+        self._awaits_keep = False  # whether each pass over all layers is followed by `keep`
         self._unshown: _Buffers | None = None  # what the cache gets by `keep`
 
     @property
@@ -91,6 +92,11 @@ class FusedPasses:
     def last_pass(self) -> tuple[Tensor, Tensor, tuple[Tensor, ...]] | None:
         """Of the last pass: the first layer's input, the last one's output, and the angles; `None` before a pass."""
         return None if self._first is None else (self._first, *self._given[:2])
+
+    def await_keep(self) -> Callable[[int, list[int]], bool]:
+        """Leave what each pass over all layers gives the cache to `keep`, which is returned."""
+        self._awaits_keep = True
+        return self.keep
 
     def keep(self, start: int, slots: list[int]) -> bool:
         """Give the cache, of a single row, the K/V of these tokens of the last pass, by index, behind `start` others.
@@ -168,7 +174,7 @@ class FusedPasses:
         output = stack(keys, values, state, cos, sin, mask, torch.tensor(end), tapped=tapped, taps=numbers)
         if run is not None and tapped is not None:
             run.take_tapped(taps, tapped)
-        if self.awaits_keep and len(layers) == self._num_layers:
+        if self._awaits_keep and len(layers) == self._num_layers:
             self._unshown = buffers
         else:
             buffers.show(layers, end)
