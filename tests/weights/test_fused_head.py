@@ -1,5 +1,7 @@
 """A draft head run by the kernels gives what its own modules give, and is taken only where it does."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from draft_heads import draft_head_for
@@ -13,6 +15,7 @@ from tide_hf.kernels.cpu.cpp_kernels import build_kernels
 from tide_hf.weights import reading
 from tide_hf.weights.fused_head import MOST_TOKENS, FusedHead, fused_head
 from tide_hf.weights.layouts import PlainWeight, QuantizedWeight
+from tide_hf.weights.linear_gate import IntegerGate
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +61,32 @@ def test_other_heads_run_by_themselves(tiny_llama, changes):
     assert fused_head(head_of(tiny_llama(), **changes)) is None
 
 
-def test_hooked_weights_run_by_themselves(tiny_llama):
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"qk_norm": True}])
+def test_a_head_in_half_precision_drafts_for_passes_in_float32(tiny_llama, changes, monkeypatch):
+    build_kernels(torch.bfloat16)
+    model, dtypes, run = tiny_llama().bfloat16(), [], FusedHead.__call__
+
+    def counted(self, embeddings, *rest):
+        dtypes.append(embeddings.dtype)
+        return run(self, embeddings, *rest)
+
+    monkeypatch.setattr(FusedHead, "__call__", counted)
+    expected = deepcopy(model).float().generate(**prompts(), **OPTIONS)
+    TIDEModelForCausalLM.attach(model, draft_head_for(model, **changes), compute_dtype=torch.float32)
+    use_heads(model, 0)
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert {*dtypes} == {model._tide.routers.draft_head.norm.weight.dtype}
+
+
+@pytest.mark.parametrize("part", ["q_proj", "lm_head"])
+@pytest.mark.parametrize("gate", [None, IntegerGate])
+def test_heads_whose_weights_have_no_plain_gates_run_by_themselves(tiny_llama, part, gate):
     head = head_of(tiny_llama())
-    head.layers[0].self_attn.q_proj.forward.remove()
+    linear = head.lm_head if part == "lm_head" else head.layers[0].self_attn.q_proj
+    assert fused_head(head) is not None
+    linear.forward.remove()
+    if gate is not None:
+        gate(linear).open()
     assert fused_head(head) is None
 
 

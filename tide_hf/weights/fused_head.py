@@ -24,8 +24,7 @@ class FusedHead:
         own: Any = head.layers[0]
         self._head, self._stack, self._norm = head, FusedStack([layer]), own.input_layernorm.weight
         self._unembed = unembed
-        self._angles: tuple[Tensor, Tensor] | None = None  # of the positions so far
-        self._mask = torch.empty(1, 1, 0, 0, dtype=torch.bool)
+        self._tables: tuple[Tensor, ...] | None = None  # cosines, sines and masks for as many slots as K/V have had
         self._slot = torch.empty(1, layer.kv_heads, 1, layer.head_size, dtype=layer.dtype)
 
     def __call__(self, embeddings: Tensor, fused: Tensor, kv: GrowingLayer) -> Tensor:
@@ -36,20 +35,20 @@ class FusedHead:
             embeddings, fused = embeddings[:, before:], fused[:, before:]
         start, width = kv.get_seq_length(), embeddings.shape[1]
         keys, values = kv.with_room(self._slot.expand(-1, -1, width, -1))
-        (cos, sin), mask, end = self._prepared(keys.shape[2], embeddings), self._mask[:, :, :width], start + width
-        angles, beside = (cos[:, start:end], sin[:, start:end]), (embeddings, self._norm)
-        output = self._stack([keys], [values], fused, *angles, mask, torch.tensor(end), beside)
+        (cos, sin, mask), end = self._tables_for(keys.shape[2], embeddings), start + width
+        inputs = fused, cos[:, start:end], sin[:, start:end], mask[:, :, :width]
+        output = self._stack([keys], [values], *inputs, torch.tensor(end), beside=(embeddings, self._norm))
         kv.show(end)
         return output[:, -1:]
 
-    def _prepared(self, slots: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The angles of the positions in as many slots; `_mask` then shows all but the first of them."""
-        if self._angles is None or self._angles[0].shape[1] < slots:
-            self._angles = self._head.rope(like, torch.arange(slots)[None])
+    def _tables_for(self, slots: int, like: Tensor) -> tuple[Tensor, ...]:
+        """Cosines and sines of all positions, (1, slots, head_size), and a mask that leaves out the first slot."""
+        if self._tables is None or self._tables[0].shape[1] < slots:
             # Of the tokens before the last one only the K/V matter, whatever they attend to.
-            self._mask = torch.ones(1, 1, MOST_TOKENS, slots, dtype=torch.bool)
-            self._mask[..., 0] = False
-        return self._angles
+            mask = torch.ones(1, 1, MOST_TOKENS, slots, dtype=torch.bool)
+            mask[..., 0] = False
+            self._tables = *self._head.rope(like, torch.arange(slots)[None]), mask
+        return self._tables
 
     def logits(self, normalised: Tensor) -> Tensor:
         """Logits (..., draft vocabulary) of the normalised output (..., D)."""
@@ -71,9 +70,11 @@ def fused_head(head: DraftHead, layout: type[WeightLayout] = PlainWeight) -> Fus
     if len(norms) < len(parts) or not are_ready(dtype := norms[0].weight.dtype):
         return None
     linears = [*(getattr(attention, name) for name in ATTENTION), *(getattr(mlp, name) for name in MLP)]
+    gates: list[Any] = [linear.__dict__.get("forward") for linear in (*linears, head.lm_head)]
+    if not all(type(gate) is LinearGate for gate in gates):  # no gates, or weights that are integers already
+        return None
     products = [product for linear in linears if (product := product_of(linear, layout)) is not None]
-    gate = head.lm_head.__dict__.get("forward")
-    unembed = gate.convert(layout) or gate.convert(PlainWeight) if isinstance(gate, LinearGate) else None
+    unembed = gates[-1].convert(layout) or gates[-1].convert(PlainWeight)
     if unembed is None or len(products) < len(linears) or not agree(products, dtype):
         return None
     fused = FusedLayer(products, norms[:2], norms[2:], config.head_dim, config.head_dim**-0.5)

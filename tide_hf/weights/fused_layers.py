@@ -192,16 +192,19 @@ def is_untouched(module: nn.Module) -> bool:
 def product_of(linear: nn.Module, layout: type[WeightLayout] | None = None) -> Product | None:
     """A linear layer whose weight has a gate; `None` if the kernels cannot read it.
 
-    Its weight is read in `layout`, by default in the fastest of those allowed now that hold the same values.
+    Its weight is read in the fastest of the layouts allowed now that hold the same values, as the model's passes read
+    it; or, of layers of TIDE's own, in `layout`, and in their own dtype.
     """
     gate = linear.__dict__.get("forward")
     if not isinstance(gate, LinearGate) or not gate.sources():
         return None
     bias = linear._parameters.get("bias")
-    bias = gate.upcast.float32("bias") if bias is not None and upcasts() else bias
-    lossless = tuple(one for one in layouts_now() if one in LOSSLESS_LAYOUTS)
-    stored = gate.convert(layout) if layout is not None else None
-    stored = stored or gate.prepare(DECODE_ROWS[0], (*lossless, PlainWeight), torch.float32 if upcasts() else None)
+    if layout is not None:
+        stored = gate.convert(layout)
+    else:
+        bias = gate.upcast.float32("bias") if bias is not None and upcasts() else bias
+        lossless = tuple(one for one in layouts_now() if one in LOSSLESS_LAYOUTS)
+        stored = gate.prepare(DECODE_ROWS[0], (*lossless, PlainWeight), torch.float32 if upcasts() else None)
     size_out: Any = linear.out_features
     if isinstance(stored, StoredWeight) and not stored.padding:
         return Product(stored.values, stored.scales, bias, size_out, is_stored=True)
