@@ -59,11 +59,8 @@ class GrowingLayer(DynamicLayer):
             self.lazy_initialization(like, like)
         length, (rows, heads, count, size) = self.get_seq_length(), like.shape
         if not self._buffers or length + count > self._buffers[0].shape[-2]:
-            kept, self._buffers = (
-                (self.keys, self.values),
-                like.new_empty(2, rows, heads, length + count + SPARE_SLOTS, size).unbind(),
-            )
-            for buffer, part in zip(self._buffers, kept, strict=True):
+            self._buffers = like.new_empty(2, rows, heads, length + count + SPARE_SLOTS, size).unbind()
+            for buffer, part in zip(self._buffers, (self.keys, self.values), strict=True):
                 if length:
                     buffer[:, :, :length] = part
         return self._buffers

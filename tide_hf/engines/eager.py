@@ -149,9 +149,8 @@ class EagerEngine:
         threshold, ops = float(attachment.config.compaction_threshold), attachment.unembed.ops
         config = model.config.get_text_config()
         length, windows = int(cache.get_seq_length()), has_windows(config)
-        passes, has_all = run.execute_layer, self.input_ids.shape[0] == 1 and mask is None and not windows
-        keeps = isinstance(passes, FusedPasses) and has_all and name == EAGER
-        keep = passes.await_keep() if keeps else None  # type: ignore[union-attr]
+        passes, is_whole = run.execute_layer, self.input_ids.shape[0] == 1 and mask is None and not windows
+        keep = passes.await_keep() if isinstance(passes, FusedPasses) and is_whole and name == EAGER else None
         self.slots = CacheSlots(cache, length, mask, threshold, self.input_ids.device, ops, windows, keep)
         self.rows = list(range(self.input_ids.shape[0]))  # for each row still in the batch, its index in the call
         # Of the next tokens, (rows,); (kinds, rows) for mRoPE.

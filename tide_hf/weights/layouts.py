@@ -166,6 +166,11 @@ class StoredWeight(WeightLayout):
     # (out,) or (out / 16, groups, 2, 16); else (0,).
     scales: Tensor
 
+    @staticmethod
+    def serves(dtype: torch.dtype, rows: int) -> bool:
+        """Whether the kernel can be compiled; the number of rows does not matter."""
+        return PlainWeight.serves(dtype, rows)
+
     @property
     def padding(self) -> int:
         """Rows that the layout has beyond those of the weight."""
@@ -184,11 +189,6 @@ class QuantizedWeight(StoredWeight):
     """A weight quantised to int8 in panels, with one scale per row. Lossy, so only for drafts."""
 
     upcasts = True
-
-    @staticmethod
-    def serves(dtype: torch.dtype, rows: int) -> bool:
-        """Whether the kernel can be compiled; the number of rows does not matter."""
-        return load_op("skinny_gemm", dtype) is not None
 
     def _convert(self, weights: list[Tensor]) -> None:
         weight = weights[0].float()
@@ -217,15 +217,13 @@ def in_layout(layout: type[WeightLayout], *weights: Tensor) -> WeightLayout:
 
 def hold_samples(layouts: Iterable[WeightLayout]) -> bool:
     """Whether the weights that layouts were made from hold what was sampled from them."""
-    pairs = (pair for made in layouts if made.samples for pair in zip(made.weights, made.samples, strict=True))
-    sampled = {id(weight): (weight, sample) for weight, sample in pairs}
-    whole = [(weight, sample) for weight, sample in sampled.values() if weight.is_contiguous()]
+    sampled = [made for made in layouts if made.samples]
+    weights, samples = ([one for made in sampled for one in getattr(made, name)] for name in ("weights", "samples"))
     dtype = next((dtype for dtype in CPU_DTYPES if are_ready(dtype)), None)
     op: Any = None if dtype is None else load_op("are_samples", dtype)
-    if op is not None and whole and len(whole) == len(sampled):  # ten times as fast as one by one
-        weights, samples = [weight for weight, _ in whole], [sample for _, sample in whole]
+    if op is not None and weights and all(weight.is_contiguous() for weight in weights):  # ten times as fast
         return bool(op(weights, samples, [_sampling_step(weight) for weight in weights]))
-    return all(torch.equal(sample, _sample(weight)) for weight, sample in sampled.values())
+    return all(map(torch.equal, samples, map(_sample, weights)))
 
 
 def _key_of(weights: Sequence[Tensor], layout: type[WeightLayout]) -> tuple[Any, ...]:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.cpu.cpp_kernels import load_op
 from .layouts import StoredWeight
 from .panels import in_panels, int4_in_panels, scales_in_panels
 
@@ -42,11 +41,6 @@ class HalfWeight(StoredWeight):
     """A weight in half precision; the constructor raises [`InexactWeightError`] where this lacks a value."""
 
     pays_after, upcasts = 12, True
-
-    @staticmethod
-    def serves(dtype: torch.dtype, rows: int) -> bool:
-        """Whether the kernel can be compiled; the number of rows does not matter."""
-        return load_op("skinny_gemm", dtype) is not None
 
     def _convert(self, weights: list[Tensor]) -> None:
         (weight,) = weights
