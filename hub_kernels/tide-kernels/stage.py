@@ -41,7 +41,17 @@ CPU_SOURCES = (
     *("skinny_gemm", "decode_attention", "prefill_attention"),
     *("decoder_layers", "top_tokens"),
 )
-CPU_HEADERS = ("arguments.h", "vectorized.h", "rms_norm.h", "attend.h", "int4_weight.h", "panels.h", "tiles.h")
+CPU_HEADERS = (
+    "arguments.h",
+    "vectorized.h",
+    "rms_norm.h",
+    "attend.h",
+    "int4_weight.h",
+    "panels.h",
+    "tiles.h",
+    "integer_tiles.h",
+    "group_tiles.h",
+)
 VALUES = ("float", "c10::BFloat16", "c10::Half")
 CPU_FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),

@@ -48,7 +48,7 @@ GROUPS = {0: torch.randn(3, 48), 1: [torch.ones(7, 48, dtype=torch.int8)], 2: No
 INT4 = {0: torch.randn(3, 64), 1: [torch.ones(64, 32, dtype=torch.uint8)], 2: None}
 
 
-PANELS = {0: torch.randn(3, 5), 1: [torch.ones(1, 5, 16, 1, dtype=torch.int8)], 2: None, 3: [torch.ones(16)]}
+PANELS = {0: torch.randn(3, 8), 1: [torch.ones(1, 2, 16, 4, dtype=torch.int8)], 2: None, 3: [torch.ones(16)]}
 
 
 @pytest.mark.parametrize("name", samples())
@@ -87,13 +87,13 @@ def test_opcheck(name):
         ("prefill_attention", {3: torch.ones(1, 1, 4, 4)}, "the mask is not of dtype bool"),
         ("prefill_attention", {3: torch.ones(1, 1, 4, 3, dtype=torch.bool)}, "the mask is of the wrong size"),
         ("skinny_gemm", {**PANELS, 0: torch.randn(3, 6)}, "the weight is of the wrong size"),
-        ("skinny_gemm", {**PANELS, 1: [torch.ones(1, 5, 8, 1, dtype=torch.int8)]}, "panels of the wrong size"),
-        ("skinny_gemm", {**PANELS, 1: [torch.ones(1, 5, 16, 2, dtype=torch.int8)]}, "panels of the wrong size"),
+        ("skinny_gemm", {**PANELS, 1: [torch.ones(1, 2, 8, 4, dtype=torch.int8)]}, "panels of the wrong size"),
+        ("skinny_gemm", {**PANELS, 1: [torch.ones(1, 4, 16, 2, dtype=torch.int8)]}, "panels of the wrong size"),
         ("skinny_gemm", {**PANELS, 3: []}, "panels of another dtype"),
         ("skinny_gemm", {**PANELS, 3: [torch.ones(7)]}, "scales of the wrong size"),
         ("skinny_gemm", {**PANELS, 3: [torch.ones(1, 1, 2, 8)]}, "scales of the wrong size"),
         ("skinny_gemm", {**PANELS, 3: [torch.ones(1, 1, 2, 16)]}, "groups not of 16 weights at a time"),
-        ("skinny_gemm", {**PANELS, 1: [torch.ones(1, 5, 16, 1)], 3: []}, "panels of another dtype"),
+        ("skinny_gemm", {**PANELS, 1: [torch.ones(1, 8, 16, 1)], 3: []}, "panels of another dtype"),
         ("decoder_layers", {0: torch.randn(4, 6)}, "the input is of the wrong size"),
         ("decoder_layers", {1: torch.randn(2, 4, 8)}, "the cosine is of the wrong size"),
         ("decoder_layers", {2: torch.randn(1, 4, 6)}, "the sine is of the wrong size"),

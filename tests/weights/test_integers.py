@@ -8,7 +8,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from tide_hf.kernels.cpu.cpp_kernels import CPU_DTYPES, load_op
-from tide_hf.weights.integers import IntegerWeight, integers_of
+from tide_hf.weights.integers import IntegerWeight, PanelIntegers, integers_of
+from tide_hf.weights.panels import LayoutError
 
 
 @pytest.mark.usefixtures("on_some_cpu")
@@ -22,6 +23,40 @@ def test_products_are_those_of_the_scaled_integers_and_round_alike_for_any_numbe
         if size % (16 * groups) == 0:
             zeros = torch.randint(-128, 128, (size_out, groups), dtype=torch.int8)
             check_products(IntegerWeight(integers, scales, zeros), scaled(*wide, -(zeros * scales.double())), dtype)
+
+
+@pytest.mark.usefixtures("on_some_cpu")
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_products_with_panels_of_integers_are_those_of_the_scaled_integers(dtype):
+    torch.manual_seed(0)
+    for size, size_out, groups in ((576, 192, 1), (5056, 33, 1), (200, 70, 1), (576, 192, 9), (192, 33, 6), (48, 7, 3)):
+        integers, scales = torch.randint(-128, 128, (size_out, size), dtype=torch.int8), torch.rand(size_out, groups)
+        exact = scaled(integers.double(), scales.double(), torch.zeros(()))
+        check_products(PanelIntegers(integers, scales), exact, dtype)
+    with pytest.raises(LayoutError):
+        PanelIntegers(torch.ones(4, 6, dtype=torch.int8), torch.ones(4))
+
+
+@pytest.mark.usefixtures("on_some_cpu")
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_rows_of_any_magnitude_are_multiplied_as_exactly_as_others(dtype, groups):
+    torch.manual_seed(0)
+    integers, scales = torch.randint(-128, 128, (64, 128), dtype=torch.int8), torch.rand(64, groups) / 128
+    layout, weight = PanelIntegers(integers, scales), scaled(integers.double(), scales.double(), torch.zeros(()))
+    least, most = torch.finfo(dtype).tiny ** 0.75, torch.finfo(dtype).max / 128**2
+    state = torch.randn(12, 128)
+    state = torch.stack([state[0] * least, state[1] * most / 8, 0 * state[2], *state[3:]]).to(dtype)
+    state[3, 5] = 1000  # beside which others are small
+    state[4, ::2] = 0
+    found, exact = layout.apply(state, None).double(), state.double() @ weight.t()
+    largest = state.double().abs().amax(dim=1) * weight.abs().amax() * 128**0.5
+    assert ((found - exact).abs().amax(dim=1) <= 2 * torch.finfo(dtype).eps * largest).all()
+    state[5, 7], state[6, 0], state[7, 127] = torch.nan, torch.inf, -torch.inf
+    broken = layout.apply(state, None)
+    assert not broken[5:8].isfinite().any()
+    assert torch.equal(broken[:5], found[:5].to(dtype))
+    assert torch.equal(broken[8:], found[8:].to(dtype))
 
 
 @pytest.mark.usefixtures("on_some_cpu")

@@ -126,8 +126,8 @@ def test_a_pass_over_several_tokens_rounds_as_passes_over_one_do(tiny_llama, mon
 def test_writes_that_pytorch_does_not_count_show_in_samples(dtype, has_kernel):
     if has_kernel:
         build_kernels(dtype)
-    weights = [torch.randn(sizes).to(dtype) for sizes in ((70, 30), (3, 1), (1, 5))]
-    turned = torch.randn(30, 70).to(dtype).t()
+    weights = [torch.randn(sizes).to(dtype) for sizes in ((70, 32), (3, 4), (1, 8))]
+    turned = torch.randn(32, 70).to(dtype).t()
     for made in ([QuantizedWeight(weight) for weight in weights], [PlainWeight(turned)], [PlainWeight(weights[0])], []):
         assert hold_samples(made)
         for weight in {id(one): one for layout in made if layout.samples for one in layout.weights}.values():

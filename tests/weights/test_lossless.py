@@ -4,7 +4,7 @@ import pytest
 import torch
 from packed_weights import check_products
 
-from tide_hf.weights.lossless import HalfWeight, InexactWeightError, RequantizedWeight
+from tide_hf.weights.lossless import HalfWeight, LayoutError, RequantizedWeight
 
 
 def scales_like(groups, bits=10):
@@ -54,7 +54,7 @@ def test_products_are_the_plain_weights_and_round_alike_for_any_number_of_rows(d
         for stored in (torch.bfloat16, torch.float16):
             weight = torch.randn(size_out, size).to(stored).to(dtype)
             if stored is torch.bfloat16 and size % 2:
-                with pytest.raises(InexactWeightError):  # panels hold pairs of columns
+                with pytest.raises(LayoutError):  # panels hold pairs of columns
                     HalfWeight(weight)
                 continue
             layout = HalfWeight(weight)
@@ -88,14 +88,14 @@ def test_one_value_that_needs_more_bits_is_seen(value):
     torch.manual_seed(0)
     half = torch.randn(64, 96).half().float()
     for weight in (half, half.bfloat16().float()):
-        with pytest.raises(InexactWeightError):
+        with pytest.raises(LayoutError):
             HalfWeight(with_value(weight, 0.1 if value is torch.nan else value))
     grid = of_gguf((4096, 96), "Q4_1")
     for weight in (with_value(grid, value), grid + torch.randn(grid.shape) * 1e-6, torch.randn(64, 96)):
-        with pytest.raises(InexactWeightError):
+        with pytest.raises(LayoutError):
             RequantizedWeight(weight)
     for weight in (half, half.bfloat16().float(), torch.randn(4, 40), torch.randn(0, 32)):  # which halves suit better
-        with pytest.raises(InexactWeightError):
+        with pytest.raises(LayoutError):
             RequantizedWeight(weight)
 
 
@@ -103,7 +103,7 @@ def test_more_steps_than_int8_has_are_refused():
     torch.manual_seed(0)
     integers = torch.randint(0, 256, (512, 32)).float()
     integers[:, 0], integers[:, 1], integers[:, 2] = 0, 255, 254
-    with pytest.raises(InexactWeightError):
+    with pytest.raises(LayoutError):
         RequantizedWeight(scales_like(integers) * integers - 300 * scales_like(integers))
 
 

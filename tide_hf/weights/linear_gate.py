@@ -38,7 +38,8 @@ from .layouts import (
     sum_alike,
     version_of,
 )
-from .lossless import HalfWeight, InexactWeightError, RequantizedWeight
+from .lossless import HalfWeight, RequantizedWeight
+from .panels import LayoutError
 from .upcast import HALF, UpcastGate, upcasts
 
 MEMORY_SHARE = 0.25  # maximum share of the free memory that copies of weights may take
@@ -168,7 +169,7 @@ class LinearGate(Gate):
             return None
         try:
             converted = copy_if_it_fits(partial(in_layout, layout, *sources), self.num_bytes if layout.is_copy else 0)
-        except InexactWeightError:
+        except LayoutError:
             converted = None
         if converted is None:
             self._refused[layout] = version

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .layouts import StoredWeight
-from .panels import in_panels, int4_in_panels, scales_in_panels
+from .panels import LayoutError, in_panels, int4_in_panels, scales_in_panels
 
 VALUES_AT_ONCE = 1 << 16  # which stay in a core's cache
 GROUP_SIZES = (32, 16)  # weights per scale in all types of GGUF that dequantise linearly
@@ -33,20 +33,16 @@ MAX_INT4 = 15
 DIVISORS = (1, 2, 3, 4)
 
 
-class InexactWeightError(ValueError):
-    """A lossless layout cannot hold the values of a weight. Never leaves the library: another layout is taken."""
-
-
 class HalfWeight(StoredWeight):
-    """A weight in half precision; the constructor raises [`InexactWeightError`] where this lacks a value."""
+    """A weight in half precision; the constructor raises [`LayoutError`] where this lacks a value."""
 
     pays_after, upcasts = 12, True
 
     def _convert(self, weights: list[Tensor]) -> None:
         (weight,) = weights
         dtype = _exact_dtype(weight) if weight.dtype is torch.float32 else weight.dtype
-        if dtype is None or (dtype is torch.bfloat16 and weight.shape[1] % 2):
-            raise InexactWeightError
+        if dtype is None:
+            raise LayoutError
         self.values, self.scales = in_panels(weight.to(dtype)), weight.new_empty(0, dtype=torch.float32)
 
 
@@ -64,10 +60,10 @@ class RequantizedWeight(StoredWeight):
     def _convert(self, weights: list[Tensor]) -> None:
         (weight,) = weights
         if _exact_dtype(weight) is not None:  # its values are on no such grid, which takes longer to see
-            raise InexactWeightError
+            raise LayoutError
         found = next(filter(None, (_requantized(weight, size) for size in GROUP_SIZES)), None)
         if found is None:
-            raise InexactWeightError
+            raise LayoutError
         integers, scales, zeros = found
         lowest, highest = integers.aminmax()
         is_int4 = lowest >= 0 and highest <= MAX_INT4

@@ -13,22 +13,33 @@ from torch.nn.functional import pad
 from ..common.huge_pages import empty_in_huge_pages
 
 PANEL_ROWS = 16
-INT4_COLUMNS = 8  # of a row, in 4 bytes next to each other
+# Of a row, that are next to each other: 4 bytes, but for float16.
+COLUMNS = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}
+INT4_COLUMNS = 8
+
+
+class LayoutError(ValueError):
+    """A layout cannot hold a weight, or not its values. Never leaves the library: another layout is taken."""
 
 
 def in_panels(weight: Tensor) -> Tensor:
     """Rearrange a weight (out, in) in half precision or int8 to (out / 16, in / n, 16, n), the last panel padded.
 
-    n is 2 for bfloat16, whose `in` has to be even, and 1 for the others.
+    n is what `COLUMNS` says. Raises [`LayoutError`] if `in` is no multiple of it.
     """
-    together = 2 if weight.dtype is torch.bfloat16 else 1
+    together = COLUMNS[weight.dtype]
+    if weight.shape[1] % together:
+        raise LayoutError
     return _panels_of(weight, together)
 
 
 def int4_in_panels(integers: Tensor) -> Tensor:
-    """Pack integers (out, in) from 0 to 15 into panels, (out / 16, in / 8, 16, 4) uint8."""
-    integers = integers.to(torch.uint8)
-    return _panels_of(integers[:, ::2] | integers[:, 1::2] << 4, INT4_COLUMNS // 2)
+    """Pack integers (out, in) from 0 to 15 into panels, (out / 16, in / 8, 16, 4) uint8.
+
+    Of 8 columns the even ones fill the first two bytes, from the lowest bits, and the odd ones the others.
+    """
+    nibbles = integers.to(torch.uint8).unflatten(1, (-1, 2, 2, 2)).transpose(2, 4)  # ..., odd, half, byte
+    return _panels_of((nibbles[..., 0, :] | nibbles[..., 1, :] << 4).flatten(1), INT4_COLUMNS // 2)
 
 
 def scales_in_panels(scales: Tensor, zeros: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ void check_weight(const char* name, const Tensor& weight, int64_t out, int64_t i
   const ScalarType dtype = weight.scalar_type();
   const bool is_int4 = dtype == ScalarType::Byte, in_panels = weight.dim() == 4;
   if (in_panels) {
-    const int64_t together = is_int4 ? 4 : dtype == ScalarType::BFloat16 ? 2 : 1;
+    const int64_t together = is_int4 || dtype == ScalarType::Char ? 4 : dtype == ScalarType::BFloat16 ? 2 : 1;
     STD_TORCH_CHECK(weight.size(2) == kPanelRows && weight.size(3) == together, name, ": panels of the wrong size");
   }
   STD_TORCH_CHECK(!is_int4 || in_panels || weight.size(0) % 64 == 0, name, ": int4 weights not of 64 rows at a time");

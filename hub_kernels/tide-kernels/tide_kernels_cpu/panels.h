@@ -47,35 +47,60 @@ struct BFloat16Panel {  // pairs of columns: (column / 2, row, 2)
 #endif
 };
 
-template <class Stored>  // at::Half or int8_t: (column, row)
-struct ColumnPanel {
-  static constexpr int kStep = 1, kBytes = kPanelRows * sizeof(Stored);
-  using Part = const Stored*;
+struct HalfPanel {  // (column, row)
+  static constexpr int kStep = 1, kBytes = 32;
+  using Part = const at::Half*;
   static Part load(const char* w, int v) { return reinterpret_cast<Part>(w) + v * Floats::size(); }
   static Floats at(Part part, int) { return to_floats(part); }
 };
 
-struct Int4Panel {  // from 0 to 15: (column / 8, row, 8), the first column in the lowest bits
+struct Int8Panel {  // (column / 4, row, 4)
+  static constexpr int kStep = 4, kBytes = 64;
+#if defined(CPU_CAPABILITY_AVX512)
+  using Part = __m512i;
+  static Part load(const char* w, int) { return _mm512_loadu_si512(w); }
+  static Floats at(Part part, int k) {
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(part, 24 - 8 * k), 24));
+  }
+#elif defined(CPU_CAPABILITY_AVX2)
+  using Part = __m256i;
+  static Part load(const char* w, int v) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w) + v); }
+  static Floats at(Part part, int k) {
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(part, 24 - 8 * k), 24));
+  }
+#else
+  using Part = const int8_t*;
+  static Part load(const char* w, int v) { return reinterpret_cast<Part>(w) + 4 * v * Floats::size(); }
+  static Floats at(Part part, int k) {
+    float found[Floats::size()];
+    for (int i = 0; i < Floats::size(); ++i) found[i] = part[4 * i + k];
+    return Floats::loadu(found);
+  }
+#endif
+};
+
+struct Int4Panel {  // from 0 to 15: (column / 8, row, 4): even columns in the first two bytes, from the lowest bits, and odd ones
+  static constexpr int bit_of(int k) { return k / 2 * 4 + k % 2 * 16; }
   static constexpr int kStep = 8, kBytes = 64;
 #if defined(CPU_CAPABILITY_AVX512)
   using Part = __m512i;
   static Part load(const char* w, int) { return _mm512_loadu_si512(w); }
   static Floats at(Part part, int k) {
     const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return _mm512_permutexvar_ps(_mm512_srli_epi32(part, 4 * k), values);  // which reads the lowest four bits
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(part, bit_of(k)), values);  // which reads the lowest four bits
   }
 #elif defined(CPU_CAPABILITY_AVX2)
   using Part = __m256i;
   static Part load(const char* w, int v) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w) + v); }
   static Floats at(Part part, int k) {
-    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(part, 4 * k), _mm256_set1_epi32(15)));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(part, bit_of(k)), _mm256_set1_epi32(15)));
   }
 #else
   using Part = const uint8_t*;
   static Part load(const char* w, int v) { return reinterpret_cast<Part>(w) + 4 * v * Floats::size(); }
   static Floats at(Part part, int k) {
     float found[Floats::size()];
-    for (int i = 0; i < Floats::size(); ++i) found[i] = part[4 * i + k / 2] >> k % 2 * 4 & 15;
+    for (int i = 0; i < Floats::size(); ++i) found[i] = part[4 * i + bit_of(k) / 8] >> bit_of(k) % 8 & 15;
     return Floats::loadu(found);
   }
 #endif

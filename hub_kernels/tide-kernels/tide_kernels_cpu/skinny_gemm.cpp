@@ -8,7 +8,8 @@
 #include <vector>
 
 #include "int4_weight.h"
-#include "tiles.h"
+#include "integer_tiles.h"
+#include "group_tiles.h"
 
 namespace {
 
@@ -296,21 +297,26 @@ void multiply_by_panels(const RowsOfProduct& call, const Value* x, const Value* 
     const auto* w = static_cast<const char*>(weight.values) + call.first / kPanelRows * (call.size / Panel::kStep * Panel::kBytes);
     constexpr bool kIsGrouped = is_grouped.value;
 #if defined(TIDE_AMX)
-    if constexpr (kHasTiles<Panel> && !kIsGrouped)
-      if (fit_tiles(call.size)) {
-        const auto run = call.rows == 1 ? multiply_row_by_panels<Panel> : multiply_by_tiles<Panel>;
-        return run(x, call.input_id, call.rows, call.size, w, scales.values, bias, y, call.stride, call.count);
-      }
+    if constexpr (std::is_same_v<Panel, BFloat16Panel>) {
+      const auto run = call.rows == 1 ? multiply_row_by_panels : multiply_by_tiles;
+      if (fit_tiles(call.size)) return run(x, call.input_id, call.rows, call.size, w, bias, y, call.stride, call.count);
+    } else if constexpr (kIsGrouped) {
+      if (fit_group_tiles(call.size, weight.groups))
+        return multiply_by_group_tiles<Panel>(x, call.input_id, call.rows, call.size, w, scales, bias, y, call.stride, call.count);
+    } else if constexpr (std::is_same_v<Panel, Int8Panel>) {
+      if (fit_digits(call.size))
+        return multiply_by_integer_tiles(x, call.input_id, call.rows, call.size, w, scales.values, bias, y, call.stride, call.count);
+    }
 #endif
     multiply_all_panels<Panel, kIsGrouped>(x, call.input_id, call.rows, call.size, w, scales, bias, y, call.stride, call.count);
   };
   constexpr std::true_type kGrouped;
   constexpr std::false_type kWhole;
   if (weight.stored == Stored::kInt4) return run(Int4Panel(), kGrouped);
-  if (weight.stored == Stored::kInt8) return weight.has_zeros ? run(ColumnPanel<int8_t>(), kGrouped) : run(ColumnPanel<int8_t>(), kWhole);
+  if (weight.stored == Stored::kInt8) return weight.has_zeros ? run(Int8Panel(), kGrouped) : run(Int8Panel(), kWhole);
   if (weight.stored == Stored::kBFloat16 || (weight.stored == Stored::kValues && std::is_same_v<Value, at::BFloat16>))
     return run(BFloat16Panel(), kWhole);
-  run(ColumnPanel<at::Half>(), kWhole);
+  run(HalfPanel(), kWhole);
 }
 
 // Multiply all rows of the input by rows of a weight, as it is stored.

@@ -1,5 +1,5 @@
-// Products with weights in panels by AMX, whose instructions multiply tiles of 16 rows of the input by 32 columns of a panel,
-// in bfloat16, and sum in float. A value of 32 bits is the sum of three in bfloat16, and one of half precision of two, so
+// Products with weights of bfloat16 in panels by AMX, whose instructions multiply tiles of 16 rows of the input by 32 columns
+// of a panel and sum in float. A value of 32 bits is the sum of three in bfloat16, and one of half precision of two, so
 // nothing of the input is rounded. As each row of a tile has sums of its own, none depends on the number of rows. A pass
 // over 16 tokens thus takes little longer than the memory needs to give the weights. A single row of the input is
 // multiplied by AVX-512, which keeps the memory busier, in the order in which AMX sums. See vectorized.h for `Value`.
@@ -10,16 +10,10 @@
 #if defined(TIDE_AMX)
 namespace {
 
-// Panels that have to be written as tiles, and all panels whose values are bfloat16's as well.
-template <class Panel>
-constexpr bool kIsWritten = std::is_same_v<Panel, ColumnPanel<int8_t>>;
-template <class Panel>
-constexpr bool kHasTiles = std::is_same_v<Panel, BFloat16Panel> || kIsWritten<Panel>;
-
 constexpr int64_t kTileRows = 16, kTileColumns = 32, kTileBytes = kTileRows * kTileColumns * 2;
 constexpr int kParts = std::is_same_v<Value, float> ? 3 : std::is_same_v<Value, at::Half> ? 2 : 1;  // of a value
 constexpr int kWeights = 2, kSums = 4;  // the first tiles of weights and of sums, after those of the input
-constexpr int64_t kTilesAhead = 3;  // of each panel, which are prefetched
+constexpr int64_t kTilesAhead = 12;  // that are prefetched, of all panels together
 
 struct alignas(64) TileRow {  // a cache line
   uint16_t values[kTileColumns];
@@ -86,19 +80,6 @@ inline void write_input(const Value* x, int64_t rows, int64_t size, TileRow* til
     }
 }
 
-// Write 32 columns of a panel of integers as pairs of bfloat16, (16, row, 2), which other panels hold.
-inline void write_tile(const char* w, char* tile) {
-  const __m512i upper = _mm512_set1_epi32(-65536);
-#pragma GCC unroll 4
-  for (int i = 0; i < kTileColumns; i += 2) {  // the lower half of an integer's float is zero
-    const auto float_at = [&](int k) {
-      return _mm512_castps_si512(ColumnPanel<int8_t>::at(reinterpret_cast<const int8_t*>(w) + k * kPanelRows, 0));
-    };
-    const __m512i pair = _mm512_or_si512(_mm512_srli_epi32(float_at(i), 16), _mm512_and_si512(float_at(i + 1), upper));
-    _mm512_store_si512(tile + i * kPanelRows * 2, pair);
-  }
-}
-
 // Add the products of 32 columns of the input, in tiles, and of as many of kPanels panels to the tiles of sums. Panels take
 // turns, since products that are added to one tile wait for each other, and prefetches stand between them: many at once
 // would keep loads waiting.
@@ -127,63 +108,53 @@ inline void multiply_columns(const TileRow* x, int64_t rows, const char* w, int6
   });
 }
 
-// The distance to the bytes that are prefetched at a column of kPanels panels: after the last comes the next panels' start.
+// Fetch a tile of weights.
+inline void fetch_tile(const char* from) {
+  for_each(std::make_integer_sequence<int, kTileBytes / 64>(), [&](auto i) {
+    asm volatile("prefetcht0 %c1(%0)" ::"r"(from), "i"(64 * i));  // compilers would keep an address for each
+  });
+}
+
+// The distance to the bytes that are prefetched in a panel of `size` bytes, from the tile at `k` on, while kPanels are read:
+// after their last tiles come the next panels' first ones.
 template <int kPanels>
-inline int64_t bytes_ahead(int64_t k, int64_t size, int64_t bytes) {
-  const bool is_last = k + kTilesAhead * kTileColumns >= size;
-  return kTilesAhead * bytes + (is_last ? (kPanels - 1) * (size / kTileColumns * bytes) : 0);
+inline int64_t bytes_ahead(int64_t k, int64_t size) {
+  constexpr int64_t kAhead = kTilesAhead / kPanels * kTileBytes;
+  return kAhead + (k + kAhead >= size ? (kPanels - 1) * size : 0);
 }
 
 // Multiply the configured rows of the input, in tiles, by kPanels panels; found (rows, kPanels, 16).
-template <class Panel, int kPanels>
+template <int kPanels>
 void multiply_panels_by_tiles(const TileRow* x, int64_t rows, int64_t size, const char* w, float* found) {
-  constexpr int64_t kBytes = kTileColumns / Panel::kStep * Panel::kBytes;  // of a panel that one tile holds
   constexpr std::make_integer_sequence<int, kPanels> kAll;
-  const int64_t stride = size / kTileColumns * kBytes;
-  // Of these columns and, since writing takes time, of the next.
-  alignas(64) char tiles[2][kIsWritten<Panel> ? kPanels : 1][kTileBytes];
-  const auto write_tiles = [&](int64_t k) {
-    for (int p = 0; p < kPanels; ++p) {
-      const char* from = w + k / kTileColumns * kBytes + p * stride;
-      for (int64_t i = 0; i < kBytes; i += 64) prefetch(from + i, bytes_ahead<kPanels>(k, size, kBytes));
-      write_tile(from, tiles[k / kTileColumns % 2][p]);
-    }
-  };
+  const int64_t stride = size / kTileColumns * kTileBytes;  // of panels
   for_each(kAll, [](auto p) { clear_tile<kSums + p>(); });
-  if constexpr (kIsWritten<Panel>) write_tiles(0);
-  for (int64_t k = 0; k < size; k += kTileColumns, x += kParts * rows) {
-    if constexpr (kIsWritten<Panel>) {
-      if (k + kTileColumns < size) write_tiles(k + kTileColumns);
-      multiply_columns<kPanels>(x, rows, tiles[k / kTileColumns % 2][0], kTileBytes, 0);
-    } else {
-      multiply_columns<kPanels>(x, rows, w + k / kTileColumns * kBytes, stride, bytes_ahead<kPanels>(k, size, kBytes));
-    }
-  }
+  for (int64_t k = 0; k < stride; k += kTileBytes, x += kParts * rows)
+    multiply_columns<kPanels>(x, rows, w + k, stride, bytes_ahead<kPanels>(k, stride));
   for_each(kAll, [&](auto p) { store_tile<kSums + p>(found + p * kPanelRows, kPanels * kPanelRows * sizeof(float)); });
 }
 
 // The same for one row of the input, in floats (kParts, size): even and odd columns of a tile are summed apart.
-template <class Panel, int kPanels>
+template <int kPanels>
 void multiply_panels_of_row(const float* x, int64_t size, const char* w, float* found) {
-  constexpr int64_t kBytes = kTileColumns / Panel::kStep * Panel::kBytes;
-  const int64_t stride = size / kTileColumns * kBytes;
+  const int64_t stride = size / kTileColumns * kTileBytes;
   Floats sums[kPanels];
 #pragma GCC unroll 4
   for (int p = 0; p < kPanels; ++p) sums[p] = Floats(0.0f);
-  for (int64_t k = 0; k < size; k += kTileColumns) {
-    const int64_t ahead = bytes_ahead<kPanels>(k, size, kBytes);
+  for (int64_t k = 0; k < stride; k += kTileBytes) {
+    const int64_t ahead = bytes_ahead<kPanels>(k, stride);
     Floats some[kPanels][kParts][2];
 #pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p)
 #pragma GCC unroll 3
       for (int part = 0; part < kParts; ++part) some[p][part][0] = some[p][part][1] = Floats(0.0f);
-    for (int64_t i = 0; i < kTileColumns; i += 2, x += 2, w += 2 / Panel::kStep * Panel::kBytes) {
+    for (int64_t i = 0; i < kTileBytes; i += BFloat16Panel::kBytes, x += 2) {
 #pragma GCC unroll 4
       for (int p = 0; p < kPanels; ++p) {
-        const char* from = w + p * stride;
-        const auto first = Panel::load(from, 0), second = Panel::load(from + (2 / Panel::kStep - 1) * Panel::kBytes, 0);
-        if (Panel::kStep == 2 || i % 4 == 0) prefetch(from, ahead);  // a cache line
-        const Floats weights[2] = {Panel::at(first, 0), Panel::at(second, Panel::kStep - 1)};
+        const char* from = w + p * stride + k + i;
+        const auto pair = BFloat16Panel::load(from, 0);
+        prefetch(from, ahead);
+        const Floats weights[2] = {BFloat16Panel::at(pair, 0), BFloat16Panel::at(pair, 1)};
 #pragma GCC unroll 3
         for (int part = 0; part < kParts; ++part)
 #pragma GCC unroll 2
@@ -199,26 +170,24 @@ void multiply_panels_of_row(const float* x, int64_t size, const char* w, float* 
   for (int p = 0; p < kPanels; ++p) sums[p].store(found + p * kPanelRows);
 }
 
-template <class Panel, int... kPanels>
+template <int... kPanels>
 constexpr auto tiles_for_panels(std::integer_sequence<int, kPanels...>) {
-  return std::array{multiply_panels_by_tiles<Panel, kPanels + 1>...};
+  return std::array{multiply_panels_by_tiles<kPanels + 1>...};
 }
 
-template <class Panel, int... kPanels>
+template <int... kPanels>
 constexpr auto row_for_panels(std::integer_sequence<int, kPanels...>) {
-  return std::array{multiply_panels_of_row<Panel, kPanels + 1>...};
+  return std::array{multiply_panels_of_row<kPanels + 1>...};
 }
 
 // Call `run(panels, first, found)` with up to kTilePanels of all panels at a time, and finish what it finds.
 template <class Run>
-inline void for_panels(int64_t all, int64_t rows, const float* scales, const Value* bias, Value* y, int64_t size_out,
-                       const Run& run) {
+inline void for_panels(int64_t all, int64_t rows, const Value* bias, Value* y, int64_t size_out, const Run& run) {
   alignas(64) float found[kTileRows * kTilePanels * kPanelRows];
   for (int64_t p = 0; p < all; p += kTilePanels) {
     const int64_t panels = std::min<int64_t>(kTilePanels, all - p), n = p * kPanelRows;
     run(panels, p, found);
-    finish(found, rows, panels * kPanelRows, scales == nullptr ? scales : scales + n, bias == nullptr ? bias : bias + n, y + n,
-           size_out);
+    finish(found, rows, panels * kPanelRows, nullptr, bias == nullptr ? bias : bias + n, y + n, size_out);
   }
 }
 
@@ -226,10 +195,9 @@ inline void for_panels(int64_t all, int64_t rows, const float* scales, const Val
 inline bool fit_tiles(int64_t size) { return size % kTileColumns == 0; }
 
 // Multiply one row of the input by `count` rows of the weights, whole panels.
-template <class Panel>
-void multiply_row_by_panels(const Value* given, int64_t input_id, int64_t rows, int64_t size, const char* w, const float* scales,
-                            const Value* bias, Value* y, int64_t size_out, int64_t count) {
-  static constexpr auto kByPanels = row_for_panels<Panel>(std::make_integer_sequence<int, kTilePanels>());
+inline void multiply_row_by_panels(const Value* given, int64_t input_id, int64_t rows, int64_t size, const char* w,
+                                   const Value* bias, Value* y, int64_t size_out, int64_t count) {
+  static constexpr auto kByPanels = row_for_panels(std::make_integer_sequence<int, kTilePanels>());
   thread_local KnownInput known;
   thread_local std::vector<float> floats;
   if (known.replace({given, input_id, rows, 0})) {
@@ -241,31 +209,37 @@ void multiply_row_by_panels(const Value* given, int64_t input_id, int64_t rows, 
   }
   const auto mode = _mm_getcsr();
   _mm_setcsr(mode | 0x8040);  // AMX takes the smallest numbers for zero
-  for_panels(count / kPanelRows, rows, scales, bias, y, size_out, [&](int64_t panels, int64_t p, float* found) {
-    kByPanels[panels - 1](floats.data(), size, w + p * (size / Panel::kStep * Panel::kBytes), found);
+  for_panels(count / kPanelRows, rows, bias, y, size_out, [&](int64_t panels, int64_t p, float* found) {
+    kByPanels[panels - 1](floats.data(), size, w + p * (size / kTileColumns * kTileBytes), found);
   });
   _mm_setcsr(mode);
 }
 
-// Multiply all rows of the input by `count` rows of the weights, whole panels; y (rows, size_out).
-template <class Panel>
-void multiply_by_tiles(const Value* given, int64_t input_id, int64_t rows, int64_t size, const char* w, const float* scales,
-                       const Value* bias, Value* y, int64_t size_out, int64_t count) {
-  static constexpr auto kByPanels = tiles_for_panels<Panel>(std::make_integer_sequence<int, kTilePanels>());
+// All rows of the input as tiles, which a thread keeps: (rows / 16, size / 32, kParts, 16).
+inline const TileRow* tiles_of(const Value* given, int64_t input_id, int64_t rows, int64_t size) {
   thread_local KnownInput known;
   thread_local std::vector<TileRow> tiles;
-  const int64_t of_row = size / kTileColumns * kParts;
   if (known.replace({given, input_id, rows, 0})) {
+    const int64_t of_row = size / kTileColumns * kParts;
     tiles.resize(rows * of_row);
     for (int64_t m = 0; m < rows; m += kTileRows)
       write_input(given + m * size, std::min(kTileRows, rows - m), size, tiles.data() + m * of_row);
   }
+  return tiles.data();
+}
+
+// Multiply all rows of the input by `count` rows of the weights, whole panels; y (rows, size_out).
+inline void multiply_by_tiles(const Value* given, int64_t input_id, int64_t rows, int64_t size, const char* w,
+                              const Value* bias, Value* y, int64_t size_out, int64_t count) {
+  static constexpr auto kByPanels = tiles_for_panels(std::make_integer_sequence<int, kTilePanels>());
+  const TileRow* tiles = tiles_of(given, input_id, rows, size);
   for (int64_t m = 0; m < rows; m += kTileRows) {
     const int64_t some = std::min(kTileRows, rows - m);
     configure_tiles(some);
-    for_panels(count / kPanelRows, some, scales, bias, y + m * size_out, size_out, [&](int64_t panels, int64_t p, float* found) {
-      kByPanels[panels - 1](tiles.data() + m * of_row, some, size, w + p * (size / Panel::kStep * Panel::kBytes), found);
-    });
+    for_panels(count / kPanelRows, some, bias, y + m * size_out, size_out,
+               [&](int64_t panels, int64_t p, float* found) {
+                 kByPanels[panels - 1](tiles + m * (size / kTileColumns * kParts), some, size, w + p * (size / kTileColumns * kTileBytes), found);
+               });
   }
   release_tiles();
 }

@@ -1,0 +1,132 @@
+// Products with panels of integers in groups by AMX (see tiles.h). An integer of up to 8 bits is a bfloat16, so a tile holds 32
+// columns of a group, and its sums are multiplied by the group's scales. Integers are written as tiles for some columns at a
+// time, which all rows of the input use, and which no instruction waits for. See vectorized.h for `Value`.
+#pragma once
+
+#include "tiles.h"
+
+#if defined(TIDE_AMX)
+namespace {
+
+constexpr int64_t kOfGroup = 2 * kPanelRows;  // scales and zeros of a group of a panel
+constexpr int64_t kWrittenColumns = 64;  // of kTilePanels panels, whose tiles stay in a core's L1 cache
+
+// The numbers from 0 to 15 in bfloat16.
+inline __m256i first_numbers() {
+  return (__m256i)_mm512_cvtneps_pbh(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+
+// Write 32 columns of a panel, as pairs of bfloat16, (16, row, 2).
+inline void write_tile(Int4Panel, const char* w, char* tile) {
+  const __m512i values = _mm512_broadcast_i64x4(first_numbers());  // twice, as five bits tell which
+  for (int64_t k = 0; k < kTileColumns; k += Int4Panel::kStep, w += Int4Panel::kBytes) {
+    const __m512i part = _mm512_loadu_si512(w);
+    for_each(std::make_integer_sequence<int, 4>(), [&](auto i) {
+      _mm512_store_si512(tile, _mm512_permutexvar_epi16(_mm512_srli_epi16(part, 4 * i), values));
+      tile += 64;
+    });
+  }
+}
+inline void write_tile(Int8Panel, const char* w, char* tile) {
+  for (int64_t k = 0; k < kTileColumns; k += Int8Panel::kStep, w += Int8Panel::kBytes) {
+    const __m512i part = Int8Panel::load(w, 0);
+    for_each(std::make_integer_sequence<int, 2>(), [&](auto i) {  // the lower half of an integer's float is zero
+      const auto bits = [&](int k) { return _mm512_castps_si512(Int8Panel::at(part, k)); };
+      _mm512_store_si512(tile, _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(bits(2 * i), 16), bits(2 * i + 1)));
+      tile += 64;
+    });
+  }
+}
+
+// Some groups of kTilePanels panels, from the first one on.
+struct Groups {
+  const char* tiles;  // of each panel `stride` bytes
+  int64_t stride, size, first, count;
+  PanelScales scales;  // of all groups
+};
+
+// Multiply the configured rows of the input by groups of kPanels panels, and add the products to found (rows, kPanels, 16).
+template <int kPanels>
+void add_groups(const TileRow* x, int64_t rows, const Groups& groups, float* found) {
+  constexpr std::make_integer_sequence<int, kPanels> kAll;
+  const PanelScales& scales = groups.scales;
+  alignas(64) float sums[2][kPanels][kTileRows * kPanelRows];
+  const auto add_group = [&](int64_t i) {
+    const int64_t g = groups.first + i;
+    for_each(kAll, [&](auto p) {
+      const float* of = scales.values + (p * scales.groups + g) * kOfGroup;
+      const Floats scale = Floats::loadu(of), zero = Floats::loadu(of + kPanelRows);
+      for (int64_t m = 0; m < rows; ++m) {
+        float* to = found + (m * kPanels + p) * kPanelRows;
+        const Floats sum = at::vec::fmadd(Floats(scales.sums[m * scales.groups + g]), zero, Floats::loadu(to));
+        at::vec::fmadd(Floats::loadu(sums[i % 2][p] + m * kPanelRows), scale, sum).store(to);
+      }
+    });
+  };
+  const char* w = groups.tiles;
+  for (int64_t i = 0; i < groups.count; ++i) {
+    for_each(kAll, [](auto p) { clear_tile<kSums + p>(); });
+    for (int64_t k = 0; k < groups.size; k += kTileColumns, x += kParts * rows, w += kTileBytes)
+      multiply_columns<kPanels>(x, rows, w, groups.stride, 0);
+    if (i > 0) add_group(i - 1);  // while these products are not ready
+    for_each(kAll, [&](auto p) { store_tile<kSums + p>(sums[i % 2][p], kPanelRows * sizeof(float)); });
+  }
+  add_group(groups.count - 1);
+}
+
+template <int... kPanels>
+constexpr auto groups_for_panels(std::integer_sequence<int, kPanels...>) {
+  return std::array{add_groups<kPanels + 1>...};
+}
+
+// Whether these tiles serve a product, whatever its number of rows.
+inline bool fit_group_tiles(int64_t size, int64_t groups) { return size / groups % kTileColumns == 0; }
+
+// Multiply all rows of the input by `count` rows of the weights, whole panels; y (rows, size_out).
+template <class Panel>
+void multiply_by_group_tiles(const Value* given, int64_t input_id, int64_t rows, int64_t size, const char* w,
+                             const PanelScales& scales, const Value* bias, Value* y, int64_t size_out, int64_t count) {
+  static constexpr auto kByPanels = groups_for_panels(std::make_integer_sequence<int, kTilePanels>());
+  constexpr int64_t kBytes = kTileColumns / Panel::kStep * Panel::kBytes;  // of a panel that a tile holds
+  thread_local KnownInput known;
+  thread_local std::vector<float> sums, found;
+  thread_local std::vector<TileRow> written;
+  const int64_t group = size / scales.groups, of_row = size / kTileColumns * kParts, stride = size / kTileColumns * kBytes;
+  if (known.replace({given, input_id, rows, scales.groups})) sum_groups(given, rows * scales.groups, group, sums);
+  const TileRow* tiles = tiles_of(given, input_id, rows, size);
+  const int64_t some = std::max<int64_t>(1, kWrittenColumns / group), of_some = some * group / kTileColumns;  // tiles
+  written.resize(kTilePanels * of_some * kTileBytes / sizeof(TileRow));
+  char* into = reinterpret_cast<char*>(written.data());
+  int64_t configured = 0;
+  for (int64_t n = 0; n < count; n += kTilePanels * kPanelRows, w += kTilePanels * stride) {
+    const int64_t panels = std::min<int64_t>(kTilePanels, (count - n) / kPanelRows), of_token = panels * kPanelRows;
+    const float* values = scales.values + n / kPanelRows * scales.groups * kOfGroup;
+    found.assign(rows * of_token, 0.0f);
+    for (int64_t g = 0; g < scales.groups; g += some) {
+      Groups groups{into, of_some * kTileBytes, group, g, std::min(some, scales.groups - g), {values, scales.groups, nullptr}};
+      const int64_t first = g * group / kTileColumns, end = (g + groups.count) * group / kTileColumns;
+      // Tiles to those that come next, of the same panels or of others.
+      const int64_t ahead = end * kTileColumns < size ? of_some : kTilePanels * size / kTileColumns - first;
+      for (int64_t p = 0; p < panels; ++p) {
+        const float* of = values + (p * scales.groups + g) * kOfGroup;
+        for (int64_t i = 0; i < groups.count * kOfGroup; i += 16) prefetch(of + i, ahead * kTileColumns / group * kOfGroup * 4);
+        for (int64_t t = first; t < end; ++t) {
+          const char* from = w + p * stride + t * kBytes;
+          for (int64_t i = 0; i < kBytes; i += 64) prefetch(from + i, ahead * kBytes);
+          write_tile(Panel(), from, into + (p * of_some + t - first) * kTileBytes);
+        }
+      }
+      for (int64_t m = 0; m < rows; m += kTileRows) {
+        const int64_t taken = std::min(kTileRows, rows - m);
+        if (taken != configured) configure_tiles(taken), configured = taken;
+        groups.scales.sums = sums.data() + m * scales.groups;
+        kByPanels[panels - 1](tiles + m * of_row + first * kParts * taken, taken, groups, found.data() + m * of_token);
+      }
+    }
+    finish(found.data(), rows, of_token, nullptr, bias == nullptr ? bias : bias + n, y + n, size_out);
+  }
+  release_tiles();
+}
+
+}  // namespace
+#endif
