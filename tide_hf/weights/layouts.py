@@ -163,7 +163,7 @@ class StoredWeight(WeightLayout):
     # int8 or int4.
     values: Tensor
     # Of int8 (out,), (out, groups), or (out, groups, 2) with zeros; of int4 (groups, out, 2); of integers in panels
-    # (out,) or (out / 16, groups, 2, 16); else (0,).
+    # (out,) or (out / 16, groups, 2, 16), in half precision where that is exact; else (0,).
     scales: Tensor
 
     @staticmethod

@@ -68,7 +68,9 @@ class RequantizedWeight(StoredWeight):
         lowest, highest = integers.aminmax()
         is_int4 = lowest >= 0 and highest <= MAX_INT4
         self.values = int4_in_panels(integers) if is_int4 else in_panels(integers)
-        self.scales = scales_in_panels(scales, zeros)
+        scales = scales_in_panels(scales, zeros)
+        halves = scales.half()  # as GGUF has them, but for products of two
+        self.scales = halves if torch.equal(halves.float(), scales) else scales
 
 
 def _exact_dtype(weight: Tensor) -> torch.dtype | None:

@@ -14,7 +14,7 @@
 // - int8: scales (out, groups). If there are several groups, or zeros, a group has a multiple of 16 integers.
 // - int4, less 8: as `_convert_weight_to_int4pack_for_cpu` packs them, see int4_weight.h; scales (groups, out), with zeros.
 // - In panels of 16 rows, see panels.h: values in half precision, int8, and int4 from 0 to 15. Scales are (out) or, with
-//   zeros, (out / 16, groups, 2, 16).
+//   zeros, (out / 16, groups, 2, 16), in float or in half precision.
 enum class Stored { kValues, kBFloat16, kHalf, kInt8, kInt4 };
 
 constexpr int64_t kPanelRows = 16;
@@ -22,9 +22,9 @@ constexpr int64_t kPanelRows = 16;
 struct LinearWeight {
   const void* values;
   Stored stored;
-  const float* scales;
+  const void* scales;
   int64_t groups;
-  bool has_zeros, in_panels;
+  bool has_zeros, in_panels, has_half_scales;
 };
 
 // The product of all rows of an input (rows, size) with rows from `first` on of a weight of `all` rows, in whole units

@@ -76,13 +76,14 @@ void check_weight(const char* name, const Tensor& weight, int64_t out, int64_t i
 }
 
 // Integers with scales: in int8 (out), (out, groups), or (out, groups, 2) with zeros, in int4 (groups, out, 2); in panels
-// (out) or (out / 16, groups, 2, 16).
+// (out) or, in float or half precision, (out / 16, groups, 2, 16).
 LinearWeight integers(const char* name, const Tensor& weight, const Tensor& scales) {
   const bool is_int4 = weight.scalar_type() == ScalarType::Byte;
   const int64_t out = size_out(weight), in = size_in(weight), dims = scales.dim();
   LinearWeight found{};
   found.values = contiguous_data(name, weight, is_int4 ? ScalarType::Byte : ScalarType::Char);
-  found.scales = static_cast<const float*>(contiguous_data(name, scales, ScalarType::Float));
+  found.has_half_scales = dims == 4 && scales.scalar_type() == ScalarType::Half;
+  found.scales = contiguous_data(name, scales, found.has_half_scales ? ScalarType::Half : ScalarType::Float);
   found.stored = is_int4 ? Stored::kInt4 : Stored::kInt8, found.in_panels = weight.dim() == 4;
   bool fits;
   if (found.in_panels) {

@@ -8,7 +8,6 @@
 #if defined(TIDE_AMX)
 namespace {
 
-constexpr int64_t kOfGroup = 2 * kPanelRows;  // scales and zeros of a group of a panel
 constexpr int64_t kWrittenColumns = 64;  // of kTilePanels panels, whose tiles stay in a core's L1 cache
 
 // The numbers from 0 to 15 in bfloat16.
@@ -38,6 +37,13 @@ inline void write_tile(Int8Panel, const char* w, char* tile) {
   }
 }
 
+// Fetch scales of some groups.
+inline void fetch_scales(const PanelScales& scales, int64_t first, int64_t count) {
+  const int64_t bytes = PanelScales::kOfGroup * (scales.halves != nullptr ? sizeof(at::Half) : sizeof(float));
+  const auto* all = scales.halves != nullptr ? static_cast<const void*>(scales.halves) : scales.values;
+  for (int64_t i = 0; i < count * bytes; i += 64) prefetch(all, first * bytes + i);
+}
+
 // Some groups of kTilePanels panels, from the first one on.
 struct Groups {
   const char* tiles;  // of each panel `stride` bytes
@@ -45,29 +51,28 @@ struct Groups {
   PanelScales scales;  // of all groups
 };
 
-// Multiply the configured rows of the input by groups of kPanels panels, and add the products to found (rows, kPanels, 16).
+// Multiply a tile of the input, with `all` rows, by groups of kPanels panels, and add the products to found (rows, kPanels, 16).
 template <int kPanels>
-void add_groups(const TileRow* x, int64_t rows, const Groups& groups, float* found) {
+void add_groups(const TileRow* x, int64_t rows, int64_t all, const Groups& groups, float* found) {
   constexpr std::make_integer_sequence<int, kPanels> kAll;
   const PanelScales& scales = groups.scales;
-  alignas(64) float sums[2][kPanels][kTileRows * kPanelRows];
+  alignas(64) float sums[2][kPanels][kTileRows][kPanelRows];
   const auto add_group = [&](int64_t i) {
     const int64_t g = groups.first + i;
     for_each(kAll, [&](auto p) {
-      const float* of = scales.values + (p * scales.groups + g) * kOfGroup;
-      const Floats scale = Floats::loadu(of), zero = Floats::loadu(of + kPanelRows);
+      const Floats scale = scales.at(p, g, 0), zero = scales.at(p, g, kPanelRows);
       for (int64_t m = 0; m < rows; ++m) {
         float* to = found + (m * kPanels + p) * kPanelRows;
         const Floats sum = at::vec::fmadd(Floats(scales.sums[m * scales.groups + g]), zero, Floats::loadu(to));
-        at::vec::fmadd(Floats::loadu(sums[i % 2][p] + m * kPanelRows), scale, sum).store(to);
+        at::vec::fmadd(Floats::loadu(sums[i % 2][p][m]), scale, sum).store(to);
       }
     });
   };
   const char* w = groups.tiles;
   for (int64_t i = 0; i < groups.count; ++i) {
     for_each(kAll, [](auto p) { clear_tile<kSums + p>(); });
-    for (int64_t k = 0; k < groups.size; k += kTileColumns, x += kParts * rows, w += kTileBytes)
-      multiply_columns<kPanels>(x, rows, w, groups.stride, 0);
+    for (int64_t k = 0; k < groups.size; k += kTileColumns, x += all * kParts, w += kTileBytes)
+      multiply_columns<kPanels>(x, all, w, groups.stride, 0);
     if (i > 0) add_group(i - 1);  // while these products are not ready
     for_each(kAll, [&](auto p) { store_tile<kSums + p>(sums[i % 2][p], kPanelRows * sizeof(float)); });
   }
@@ -93,34 +98,33 @@ void multiply_by_group_tiles(const Value* given, int64_t input_id, int64_t rows,
   thread_local std::vector<TileRow> written;
   const int64_t group = size / scales.groups, of_row = size / kTileColumns * kParts, stride = size / kTileColumns * kBytes;
   if (known.replace({given, input_id, rows, scales.groups})) sum_groups(given, rows * scales.groups, group, sums);
-  const TileRow* tiles = tiles_of(given, input_id, rows, size);
+  const Tiling tiling(rows, kTileRows);
+  const TileRow* tiles = tiles_of(given, input_id, tiling, size);
   const int64_t some = std::max<int64_t>(1, kWrittenColumns / group), of_some = some * group / kTileColumns;  // tiles
   written.resize(kTilePanels * of_some * kTileBytes / sizeof(TileRow));
   char* into = reinterpret_cast<char*>(written.data());
-  int64_t configured = 0;
+  configure_tiles(tiling.in_tile);
   for (int64_t n = 0; n < count; n += kTilePanels * kPanelRows, w += kTilePanels * stride) {
     const int64_t panels = std::min<int64_t>(kTilePanels, (count - n) / kPanelRows), of_token = panels * kPanelRows;
-    const float* values = scales.values + n / kPanelRows * scales.groups * kOfGroup;
+    const PanelScales own = scales.from(n);
     found.assign(rows * of_token, 0.0f);
     for (int64_t g = 0; g < scales.groups; g += some) {
-      Groups groups{into, of_some * kTileBytes, group, g, std::min(some, scales.groups - g), {values, scales.groups, nullptr}};
+      Groups groups{into, of_some * kTileBytes, group, g, std::min(some, scales.groups - g), own};
       const int64_t first = g * group / kTileColumns, end = (g + groups.count) * group / kTileColumns;
       // Tiles to those that come next, of the same panels or of others.
       const int64_t ahead = end * kTileColumns < size ? of_some : kTilePanels * size / kTileColumns - first;
       for (int64_t p = 0; p < panels; ++p) {
-        const float* of = values + (p * scales.groups + g) * kOfGroup;
-        for (int64_t i = 0; i < groups.count * kOfGroup; i += 16) prefetch(of + i, ahead * kTileColumns / group * kOfGroup * 4);
+        fetch_scales(own, p * scales.groups + g + ahead * kTileColumns / group, groups.count);
         for (int64_t t = first; t < end; ++t) {
           const char* from = w + p * stride + t * kBytes;
           for (int64_t i = 0; i < kBytes; i += 64) prefetch(from + i, ahead * kBytes);
           write_tile(Panel(), from, into + (p * of_some + t - first) * kTileBytes);
         }
       }
-      for (int64_t m = 0; m < rows; m += kTileRows) {
-        const int64_t taken = std::min(kTileRows, rows - m);
-        if (taken != configured) configure_tiles(taken), configured = taken;
+      for (int64_t t = 0, m = 0; t < tiling.count; ++t, m += tiling.in_tile) {
         groups.scales.sums = sums.data() + m * scales.groups;
-        kByPanels[panels - 1](tiles + m * of_row + first * kParts * taken, taken, groups, found.data() + m * of_token);
+        kByPanels[panels - 1](tiles + m * of_row + first * kParts * tiling.in_tile, tiling.in(t), tiling.in_tile, groups,
+                              found.data() + m * of_token);
       }
     }
     finish(found.data(), rows, of_token, nullptr, bias == nullptr ? bias : bias + n, y + n, size_out);

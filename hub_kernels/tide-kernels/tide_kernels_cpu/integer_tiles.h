@@ -33,8 +33,8 @@ inline std::pair<float, float> fixed_point(const Value* x, int64_t size) {
   return {std::ldexp(1.0f, 30 - exponent), std::ldexp(1.0f, exponent - 6) + total(rest)};
 }
 
-// Write rows of the input as tiles, (size / 64, rows, kDigits), and for each row what a sum of its digits is multiplied by.
-inline void write_digits(const Value* x, int64_t rows, int64_t size, DigitRow* tiles, float* units) {
+// Write rows of the input as a tile of `all` rows, (size / 64, all, kDigits), and for each row what a sum of its digits is multiplied by.
+inline void write_digits(const Value* x, int64_t rows, int64_t all, int64_t size, DigitRow* tiles, float* units) {
   const __m512i half = _mm512_set1_epi32(0x80808080);
   const __m512i by_byte = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
   const __m512i by_digit = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -45,7 +45,7 @@ inline void write_digits(const Value* x, int64_t rows, int64_t size, DigitRow* t
       const __m512i value = _mm512_cvtps_epi32(to_floats(x + k) * Floats(factor));
       const __m512i digits = _mm512_xor_si512(_mm512_add_epi32(value, half), half);  // no digit borrows from the next
       const __m512i sorted = _mm512_permutexvar_epi32(by_digit, _mm512_shuffle_epi8(digits, by_byte));
-      DigitRow* to = tiles + (k / kDigitColumns * rows + m) * kDigits;
+      DigitRow* to = tiles + (k / kDigitColumns * all + m) * kDigits;
       for_each(std::make_integer_sequence<int, kDigits>(), [&](auto i) {
         _mm_store_si128(reinterpret_cast<__m128i*>(to[i].values + k % kDigitColumns), _mm512_extracti32x4_epi32(sorted, i));
       });
@@ -62,16 +62,16 @@ inline Floats value_of(const int32_t* digits) {
   return found;
 }
 
-// Multiply `rows` rows of the input, one tile, by kPanels panels; found (rows, kPanels, 16). Panels that are in memory are
+// Multiply a tile of the input, with `all` rows, by kPanels panels; found (rows, kPanels, 16). Panels that are in memory are
 // fetched before they are needed.
 template <int kPanels>
-void multiply_by_digits(const DigitRow* x, int64_t rows, int64_t size, const char* w, bool are_in_memory, const float* units,
+void multiply_by_digits(const DigitRow* x, int64_t rows, int64_t all, int64_t size, const char* w, bool are_in_memory, const float* units,
                         float* found) {
   constexpr std::make_integer_sequence<int, kPanels> kAll;
   const int64_t stride = size / kDigitColumns * kTileBytes;
   alignas(64) int32_t sums[kPanels][kTileRows * kPanelRows];
   for_each(kAll, [](auto p) { clear_tile<kSums + p>(); });
-  for (int64_t k = 0; k < stride; k += kTileBytes, x += rows * kDigits) {
+  for (int64_t k = 0; k < stride; k += kTileBytes, x += all * kDigits) {
     load_tile<0>(x, sizeof(DigitRow));
     for_each(kAll, [&](auto p) {
       const char* from = w + p * stride + k;
@@ -103,20 +103,20 @@ inline void multiply_by_integer_tiles(const Value* given, int64_t input_id, int6
   thread_local std::vector<DigitRow> tiles;
   thread_local std::vector<float> units;
   const int64_t of_row = size / kDigitColumns * kDigits;
+  const Tiling tiling(rows, kTokens);
+  const int64_t all = tiling.in_tile;
   if (known.replace({given, input_id, rows, 0})) {
-    tiles.resize(rows * of_row), units.resize(rows);
-    for (int64_t m = 0; m < rows; m += kTokens)
-      write_digits(given + m * size, std::min(kTokens, rows - m), size, tiles.data() + m * of_row, units.data() + m);
+    tiles.assign(tiling.count * all * of_row, DigitRow{}), units.resize(rows);
+    for (int64_t t = 0, m = 0; t < tiling.count; ++t, m += all)
+      write_digits(given + m * size, tiling.in(t), all, size, tiles.data() + m * of_row, units.data() + m);
   }
-  int64_t configured = 0;
+  configure_tiles(all * kDigits);
   for (int64_t n = 0; n < count; n += kTilePanels * kPanelRows) {
     const int64_t panels = std::min<int64_t>(kTilePanels, (count - n) / kPanelRows);
-    for (int64_t m = 0; m < rows; m += kTokens) {
+    for (int64_t t = 0, m = 0; t < tiling.count; ++t, m += all) {
       alignas(64) float found[kTokens * kTilePanels * kPanelRows];
-      const int64_t some = std::min(kTokens, rows - m);
-      if (some != configured) configure_tiles(some * kDigits), configured = some;
-      kByPanels[panels - 1](tiles.data() + m * of_row, some, size, w + n * size, m == 0, units.data() + m, found);
-      finish(found, some, panels * kPanelRows, scales + n, bias == nullptr ? bias : bias + n, y + m * size_out + n, size_out);
+      kByPanels[panels - 1](tiles.data() + m * of_row, tiling.in(t), all, size, w + n * size, t == 0, units.data() + m, found);
+      finish(found, tiling.in(t), panels * kPanelRows, scales + n, bias == nullptr ? bias : bias + n, y + m * size_out + n, size_out);
     }
   }
   release_tiles();

@@ -127,8 +127,25 @@ using PanelInput = std::conditional_t<kIsDot<Panel>, at::BFloat16, float>;
 // input the sums of its groups, which zeros are multiplied by.
 struct PanelScales {
   const float* values;
-  int64_t groups;
+  const at::Half* halves;  // instead of values
+  int64_t groups;          // 0 for whole rows
   const float* sums;
+
+  static constexpr int64_t kOfGroup = 2 * kPanelRows;
+
+  // Those from a row on.
+  PanelScales from(int64_t row) const {
+    PanelScales found = *this;
+    const int64_t skipped = groups == 0 ? row : row / kPanelRows * groups * kOfGroup;
+    if (values != nullptr) found.values += skipped;
+    if (halves != nullptr) found.halves += skipped;
+    return found;
+  }
+  // A register of the scales of a group of a panel, from a place on.
+  Floats at(int64_t panel, int64_t group, int64_t place) const {
+    const int64_t i = (panel * groups + group) * kOfGroup + place;
+    return halves != nullptr ? to_floats(halves + i) : to_floats(values + i);
+  }
 };
 
 // Multiply kRows rows of the input (kRows, size) by kPanels panels; found (kRows, kPanels * kPanelRows).
@@ -183,19 +200,20 @@ ALWAYS_INLINE inline void multiply_panels(const PanelInput<Panel>* x, int64_t si
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRegisters; ++r) {
-      const float* of = scales.values;
-      if constexpr (kIsGrouped) of += (r / kPerPanel * scales.groups + g) * 2 * kPanelRows + r % kPerPanel * Floats::size();
-      else if (of != nullptr) of = end == size ? of + r * Floats::size() : nullptr;
+      const bool is_scaled = !kIsGrouped && scales.values != nullptr && end == size;
+      const auto of_group = [&](int64_t place) {
+        return scales.at(r / kPerPanel, g, place + r % kPerPanel * Floats::size());
+      };
 #pragma GCC unroll 8
       for (int m = 0; m < kRows; ++m) {
         float* to = found + (m * kRegisters + r) * Floats::size();
         Floats sum = Floats::loadu(to);
         if constexpr (kIsGrouped) {
-          sum = at::vec::fmadd(Floats(scales.sums[m * scales.groups + g]), Floats::loadu(of + kPanelRows), sum);
-          sum = at::vec::fmadd(sums[m][r], Floats::loadu(of), sum);
+          sum = at::vec::fmadd(Floats(scales.sums[m * scales.groups + g]), of_group(kPanelRows), sum);
+          sum = at::vec::fmadd(sums[m][r], of_group(0), sum);
         } else {
           sum = sum + sums[m][r];
-          if (of != nullptr) sum = sum * Floats::loadu(of);
+          if (is_scaled) sum = sum * Floats::loadu(scales.values + r * Floats::size());
         }
         sum.store(to);
         sums[m][r] = Floats(0.0f);
@@ -246,7 +264,7 @@ void multiply_rows_by_panels(const PanelInput<Panel>* x, int64_t size, const cha
     kByPanels[count - 1](x, size, w, scales, bias, y, size_out);
     w += count * (size / Panel::kStep * Panel::kBytes), y += rows;
     if (bias != nullptr) bias += rows;
-    if (scales.values != nullptr) scales.values += kIsGrouped ? 2 * rows * scales.groups : rows;
+    scales = scales.from(rows);
   }
 }
 
@@ -305,8 +323,7 @@ void multiply_all_panels(const Value* given, int64_t input_id, int64_t rows, int
   const int64_t all = count / kPanelRows, some = tiles == 1 ? all : std::clamp<int64_t>(kPanelBytes / bytes, 4, 24) / 4 * 4;
   for (int64_t p = 0; p < all; p += some) {
     const int64_t panels = std::min(some, all - p), n = p * kPanelRows;
-    PanelScales own = scales;
-    if (own.values != nullptr) own.values += kIsGrouped ? 2 * n * scales.groups : n;
+    PanelScales own = scales.from(n);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t m = rows * tile / tiles, part = rows * (tile + 1) / tiles - m;
       own.sums = kIsGrouped ? scales.sums + m * scales.groups : nullptr;

@@ -290,8 +290,11 @@ void multiply_rows(const Value* x, int64_t rows, const Weight* w, int64_t size, 
 // Multiply all rows of the input by rows of a weight in panels.
 void multiply_by_panels(const RowsOfProduct& call, const Value* x, const Value* bias, Value* y) {
   const LinearWeight& weight = *call.weight;
-  PanelScales scales{weight.scales, weight.groups, nullptr};
-  if (weight.scales != nullptr) scales.values += weight.has_zeros ? 2 * call.first * weight.groups : call.first;
+  PanelScales scales{};
+  if (weight.has_half_scales) scales.halves = static_cast<const at::Half*>(weight.scales);
+  else scales.values = static_cast<const float*>(weight.scales);
+  scales.groups = weight.has_zeros ? weight.groups : 0;
+  scales = scales.from(call.first);
   const auto run = [&](auto panel, auto is_grouped) {
     using Panel = decltype(panel);
     const auto* w = static_cast<const char*>(weight.values) + call.first / kPanelRows * (call.size / Panel::kStep * Panel::kBytes);
@@ -335,11 +338,11 @@ void multiply_by(const RowsOfProduct& call, const Value* x, const Value* bias, V
   }
   if (weight.stored == Stored::kInt4) {
     const auto* w = static_cast<const uint8_t*>(weight.values) + first * size / 2;
-    const float* s = weight.scales + 2 * first;
+    const float* s = static_cast<const float*>(weight.scales) + 2 * first;
     multiply_int4_rows(x, rows, w, size, s, weight.groups, call.all, bias, y, stride, count);
   } else {
     const auto* w = static_cast<const int8_t*>(weight.values) + first * size;
-    const Scales scales = Scales{weight.scales, weight.groups, weight.has_zeros}.from(first);
+    const Scales scales = Scales{static_cast<const float*>(weight.scales), weight.groups, weight.has_zeros}.from(first);
     const bool is_grouped = weight.groups > 1 || weight.has_zeros;
     const auto run = is_grouped ? multiply_rows<int8_t, true> : multiply_rows<int8_t, false>;
     run(x, rows, w, size, scales, bias, y, stride, count);

@@ -69,16 +69,23 @@ inline void split(__m512 values, const Take& take) {
   });
 }
 
-// Write rows of the input as tiles, (size / 32, kParts, rows).
-inline void write_input(const Value* x, int64_t rows, int64_t size, TileRow* tiles) {
+// Write rows of the input as tiles of `all` rows, (size / 32, kParts, all).
+inline void write_input(const Value* x, int64_t rows, int64_t all, int64_t size, TileRow* tiles) {
   for (int64_t m = 0; m < rows; ++m)
     for (int64_t k = 0; k < size; k += Floats::size()) {
-      TileRow* to = tiles + k / kTileColumns * kParts * rows + m;
+      TileRow* to = tiles + k / kTileColumns * kParts * all + m;
       split(to_floats(x + m * size + k), [&](int part, __m256i values) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to[part * rows].values + k % kTileColumns), values);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to[part * all].values + k % kTileColumns), values);
       });
     }
 }
+
+// Rows of an input in tiles of up to `most` rows: as many in all tiles, since it takes long to configure others.
+struct Tiling {
+  Tiling(int64_t rows, int64_t most) : rows(rows), in_tile(std::min(rows, most)), count((rows + most - 1) / most) {}
+  int64_t rows, in_tile, count;
+  int64_t in(int64_t tile) const { return std::min(in_tile, rows - tile * in_tile); }  // the others are zeros
+};
 
 // Add the products of 32 columns of the input, in tiles, and of as many of kPanels panels to the tiles of sums. Panels take
 // turns, since products that are added to one tile wait for each other, and prefetches stand between them: many at once
@@ -215,15 +222,15 @@ inline void multiply_row_by_panels(const Value* given, int64_t input_id, int64_t
   _mm_setcsr(mode);
 }
 
-// All rows of the input as tiles, which a thread keeps: (rows / 16, size / 32, kParts, 16).
-inline const TileRow* tiles_of(const Value* given, int64_t input_id, int64_t rows, int64_t size) {
+// All rows of the input as tiles, which a thread keeps.
+inline const TileRow* tiles_of(const Value* given, int64_t input_id, const Tiling& tiling, int64_t size) {
   thread_local KnownInput known;
   thread_local std::vector<TileRow> tiles;
-  if (known.replace({given, input_id, rows, 0})) {
-    const int64_t of_row = size / kTileColumns * kParts;
-    tiles.resize(rows * of_row);
-    for (int64_t m = 0; m < rows; m += kTileRows)
-      write_input(given + m * size, std::min(kTileRows, rows - m), size, tiles.data() + m * of_row);
+  if (known.replace({given, input_id, tiling.rows, 0})) {
+    const int64_t of_tile = tiling.in_tile * (size / kTileColumns * kParts);
+    tiles.assign(tiling.count * of_tile, TileRow{});
+    for (int64_t t = 0; t < tiling.count; ++t)
+      write_input(given + t * tiling.in_tile * size, tiling.in(t), tiling.in_tile, size, tiles.data() + t * of_tile);
   }
   return tiles.data();
 }
@@ -232,15 +239,14 @@ inline const TileRow* tiles_of(const Value* given, int64_t input_id, int64_t row
 inline void multiply_by_tiles(const Value* given, int64_t input_id, int64_t rows, int64_t size, const char* w,
                               const Value* bias, Value* y, int64_t size_out, int64_t count) {
   static constexpr auto kByPanels = tiles_for_panels(std::make_integer_sequence<int, kTilePanels>());
-  const TileRow* tiles = tiles_of(given, input_id, rows, size);
-  for (int64_t m = 0; m < rows; m += kTileRows) {
-    const int64_t some = std::min(kTileRows, rows - m);
-    configure_tiles(some);
-    for_panels(count / kPanelRows, some, bias, y + m * size_out, size_out,
+  const Tiling tiling(rows, kTileRows);
+  const TileRow* tiles = tiles_of(given, input_id, tiling, size);
+  configure_tiles(tiling.in_tile);
+  for (int64_t t = 0; t < tiling.count; ++t, tiles += tiling.in_tile * (size / kTileColumns * kParts))
+    for_panels(count / kPanelRows, tiling.in(t), bias, y + t * kTileRows * size_out, size_out,
                [&](int64_t panels, int64_t p, float* found) {
-                 kByPanels[panels - 1](tiles + m * (size / kTileColumns * kParts), some, size, w + p * (size / kTileColumns * kTileBytes), found);
+                 kByPanels[panels - 1](tiles, tiling.in_tile, size, w + p * (size / kTileColumns * kTileBytes), found);
                });
-  }
   release_tiles();
 }
 
