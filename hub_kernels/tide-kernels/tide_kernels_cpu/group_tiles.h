@@ -27,10 +27,14 @@ inline void write_tile(Int4Panel, const char* w, char* tile) {
   }
 }
 inline void write_tile(Int8Panel, const char* w, char* tile) {
+  const __m512i to_top = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, 0, -1, -1, -1, 4, -1, -1, -1, 8, -1, -1, -1, 12));
   for (int64_t k = 0; k < kTileColumns; k += Int8Panel::kStep, w += Int8Panel::kBytes) {
     const __m512i part = Int8Panel::load(w, 0);
+    const auto bits = [&](int k) {  // shuffles and products, since shifts are left to one port, as conversions are
+      const __m512i top = _mm512_shuffle_epi8(part, _mm512_add_epi8(to_top, _mm512_set1_epi32(k << 24)));
+      return _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(top), _mm512_set1_ps(1.0f / (1 << 24))));
+    };
     for_each(std::make_integer_sequence<int, 2>(), [&](auto i) {  // the lower half of an integer's float is zero
-      const auto bits = [&](int k) { return _mm512_castps_si512(Int8Panel::at(part, k)); };
       _mm512_store_si512(tile, _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(bits(2 * i), 16), bits(2 * i + 1)));
       tile += 64;
     });
