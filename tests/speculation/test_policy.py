@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from interruptions import in_three_threads
@@ -231,3 +232,14 @@ def test_where_drafts_pay_they_are_made():
     machine = Machine(0.05, 0.02, 0.1, 0.03, 0.03, head=0.7, sharpness=0.5, boast=1.0, copying=0.03, copied=8)
     costs = costs_of_tokens(random.Random(0), machine, num_answers=2, length=160, change=0.0)
     assert sum(costs) < 0.6 * len(costs)
+
+
+def test_where_the_host_takes_what_drafts_gain_drafting_is_paused():
+    machine = Machine(0.1, 0.02, 0.1, 0.03, 0.0, head=0.45, sharpness=0.0, boast=1.0, copying=0.0, copied=3)
+    lost = {}
+    for drafted_rest in (0.0, 0.5):
+        slow = replace(machine, drafted_rest=drafted_rest)
+        costs = costs_of_tokens(random.Random(0), slow, num_answers=2, length=400, change=0.0)
+        lost[drafted_rest] = sum(costs) / len(costs)
+    assert lost[0.0] < 0.95
+    assert lost[0.5] < 1.02

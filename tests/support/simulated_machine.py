@@ -26,6 +26,8 @@ class Machine:
     copying: float  # share of tokens at which a copy of earlier text begins
     copied: int  # its length
     first: float = 1.0  # factor on the cost of the process's first pass of each kind
+    rest: float = 0.0  # what the host does in a round besides its passes, in plain passes
+    drafted_rest: float = 0.0  # what it does beyond that where there are drafts
 
     @classmethod
     def drawn(cls, rng):
@@ -42,6 +44,8 @@ class Machine:
             copying=rng.choice([0.0, 0.0, 0.03, 0.1]),
             copied=rng.choice([3, 8, 30]),
             first=rng.choice([1.0, 1.0, 1.5, 2.5]),
+            rest=rng.choice([0.0, 0.1, 0.5]),
+            drafted_rest=rng.choice([0.0, 0.1, 0.3]),
         )
 
 
@@ -72,7 +76,7 @@ class _Engine:
     def __init__(self, rng, machine, costs, seen):
         self.rng, self.machine, self.costs, self.text = rng, machine, costs, _Text(rng, machine)
         self.position, self.spent = PROMPT_LENGTH, 0.0
-        self.seen = seen
+        self.seen, self.has_drafted = seen, False
 
     def _pay(self, key, cost):
         cost *= 1.0 if key in self.seen else self.machine.first
@@ -84,6 +88,7 @@ class _Engine:
     def draft(self, exit_layer, drafted):
         machine, (tokens,) = self.machine, drafted
         self._pay(("draft", exit_layer), machine.draft)
+        self.has_drafted = True
         is_right = self.rng.random() < machine.head
         score = machine.head
         if self.rng.random() < machine.sharpness:
@@ -102,6 +107,10 @@ class _Engine:
         self._pay(
             ("verify", 1 + num_nodes), 1.0 + (self.machine.wider + self.machine.slope * num_nodes) * (num_nodes > 0)
         )
+        has_drafts = num_nodes > 0 or self.has_drafted
+        rest = self.machine.rest + self.machine.drafted_rest * has_drafts
+        self.has_drafted, self.spent = False, self.spent + rest
+        self.costs.record_rest(PLAIN_MS * rest, has_drafts)
         start, node, path = self.position, ROOT, []
         while (node := self._right_child(draft, node, start + len(path))) is not None:
             path.append(node)
@@ -120,7 +129,7 @@ def costs_of_tokens(rng, machine, num_answers, length, change, pauses=None):
         pauses: Gets whether drafting was paused after each round; nothing may then be drafted in the next one.
 
     Returns:
-        What each token cost, in plain passes; the tokens of a round cost the same.
+        What each token cost, in plain rounds; the tokens of a round cost the same.
     """
     table, learned, costs, seen = CostTable(NUM_LAYERS), {}, [], set()
     prior = min(0.95, max(0.05, machine.head + rng.gauss(0.0, 0.2)))
@@ -143,6 +152,6 @@ def costs_of_tokens(rng, machine, num_answers, length, change, pauses=None):
             accepted = engine.verify(draft)
             drafter.observe(0, draft, accepted)
             num_new = len(accepted.tokens)
-            costs += [(engine.spent - before) / num_new] * num_new
+            costs += [(engine.spent - before) / (1.0 + machine.rest) / num_new] * num_new
             left -= num_new
     return costs

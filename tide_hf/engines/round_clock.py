@@ -12,7 +12,7 @@ from ..speculation.policy import CostTable
 
 
 class RoundClock:
-    """Times draft steps and verify passes, and records them in the cost table of the batch.
+    """Times draft steps, verify passes and what is done between them, and records them in the cost table of the batch.
 
     Args:
         costs_of: The cost table for a number of rows.
@@ -28,6 +28,8 @@ class RoundClock:
     ) -> None:
         self._costs_of, self._agree, self._num_prepared = costs_of, agree, num_prepared
         self._prepared, self._begin = num_prepared(), 0.0
+        self._last: float | None = None  # when the last round ended
+        self._in_drafts = 0.0  # milliseconds of this round's draft steps
         # Of draft steps that the host does not wait for: exit layer, number, timestamps before and after them.
         self._unread: tuple[int, int, Any, Any] | None = None
 
@@ -38,6 +40,7 @@ class RoundClock:
     def end_draft(self, exit_layer: int, rows: int, num_steps: int = 1, *, is_usual: bool = True) -> None:
         """End draft steps that `begin` began and the host has read."""
         milliseconds = self._agree((perf_counter() - self._begin) * 1000) / num_steps
+        self._in_drafts += milliseconds * num_steps
         if self._is_warm:
             self._costs_of(rows).record(("draft", exit_layer), milliseconds, num_steps, is_usual=is_usual)
 
@@ -47,7 +50,9 @@ class RoundClock:
 
     def end_round(self, width: int, rows: int, *, is_full: bool = True) -> None:
         """End a verify pass over `width` tokens of each row; one that may end early says nothing of full ones."""
-        milliseconds = self._agree((perf_counter() - self._begin) * 1000)
+        now = perf_counter()
+        milliseconds = in_pass = self._agree((now - self._begin) * 1000)
+        has_drafts = width > 1 or self._in_drafts > 0.0
         if self._unread is not None:
             exit_layer, num_steps, before, after = self._unread
             drafts = before.elapsed_time(after) if isinstance(before, torch.cuda.Event) else (after - before) * 1000
@@ -56,7 +61,10 @@ class RoundClock:
                 self._costs_of(rows).record(("draft", exit_layer), drafts / num_steps, num_steps)
         if self._is_warm and is_full:
             self._costs_of(rows).record(("verify", width), milliseconds)
-        self._prepared = self._num_prepared()
+            if self._last is not None:
+                rest = self._agree((now - self._last) * 1000) - in_pass - self._in_drafts
+                self._costs_of(rows).record_rest(max(0.0, rest), has_drafts)
+        self._prepared, self._last, self._in_drafts = self._num_prepared(), now, 0.0
 
     @property
     def _is_warm(self) -> bool:

@@ -87,12 +87,12 @@ class HybridDrafter:
             for row, limit in zip(rows, limits, strict=True)
         ]
         self._trees = dict(zip(rows, trees, strict=True))
-        plain = Plan(1, MIN_GAIN * len(rows) / costs.verify(1) if costs.ready else 0.0)
+        prices = Prices(costs)
+        plain = Plan(1, MIN_GAIN * len(rows) / prices.verify(1) if costs.ready else 0.0)
         if not costs.may_draft:
             for tree in trees:
                 tree.children(())  # which is judged all the same
             return [Draft() for _ in rows]
-        prices = Prices(costs)
         plan = max(plain, best_plan([tree.promised for tree in trees], prices), key=lambda one: one.rate)
         if self.heads and not self.engine.reads_drafts:
             unread = self._draft_unread(trees, prices, plan)

@@ -56,7 +56,8 @@ class CostTable:
     optimistic prior, so that the key gets tried; old samples are dropped over time, so that the key is tried again.
 
     The table also keeps the account of drafting: what its rounds have gained and lost against plain decoding, as
-    measured. Nothing is drafted while more is lost than a small credit allows.
+    measured, with what the host does in them besides passes. Nothing is drafted while more is lost than a small credit
+    allows.
 
     Args:
         num_layers: Decoder layers of the base model, for the prior of a draft step.
@@ -78,7 +79,8 @@ class CostTable:
         self._plain_passes = 0
         self._since_plain = 0
         self._credit = FIRST_CREDIT
-        self._spent = 0.0  # in this round's draft steps and verify pass, in multiples of a plain pass
+        self._spent = 0.0  # in this round's draft steps, verify pass and the rest, in multiples of a plain pass
+        self._rests: dict[bool, deque[float]] = {has_drafts: deque(maxlen=SAMPLES) for has_drafts in (False, True)}
         self._is_off = False  # whether a drafter has said that it will not draft
 
     def resized(self) -> CostTable:
@@ -110,6 +112,16 @@ class CostTable:
             if self.ready:
                 self._record(key, milliseconds / self._pace, num_passes, is_usual and not is_first)
 
+    def record_rest(self, milliseconds: float, has_drafts: bool) -> None:
+        """Add what a round, with draft steps or drafts or without any, took besides its passes, after these."""
+        with _lock:
+            if not self.ready:
+                return
+            rest, usual = milliseconds / self._pace, self._rest(has_drafts)
+            self._rests[has_drafts].append(rest)
+            if self._spent:
+                self._spent += min(rest, MAX_BOOKED * usual) if usual else rest
+
     @property
     def ready(self) -> bool:
         """Whether plain decoding, the baseline of all costs, has been measured recently enough."""
@@ -140,7 +152,7 @@ class CostTable:
     def end_round(self, num_tokens: float) -> None:
         """End a round that gave each row `num_tokens` tokens, on average: book what drafting gained or lost."""
         with _lock:
-            gain = num_tokens - self._spent if self._spent else 0.0
+            gain = num_tokens * (1.0 + self._rest(False)) - self._spent if self._spent else 0.0
             self._credit = min(MAX_CREDIT, self._credit + gain + CREDIT_SHARE * num_tokens)
 
     def verify(self, width: int) -> float:
@@ -163,6 +175,15 @@ class CostTable:
             if key not in self._estimates:
                 self._estimates[key] = self._blend(key, self._prior(key))
             return self._estimates[key] * self._pace
+
+    def rest(self, has_drafts: bool) -> float:
+        """Expected milliseconds of a round besides its passes."""
+        with _lock:
+            return self._rest(has_drafts) * self._pace
+
+    def _rest(self, has_drafts: bool) -> float:
+        samples = self._rests[has_drafts] or self._rests[False]
+        return median(samples) if samples else 0.0
 
     def _record(self, key: CostKey, cost: float, num_passes: int, is_usual: bool) -> None:
         known = self._medians.get(key)
@@ -290,7 +311,7 @@ class Plan:
 
 
 class Prices:
-    """What the passes of one round cost, looked up once."""
+    """What the passes of one round cost, looked up once; the last one with what the host does in such a round."""
 
     def __init__(self, costs: CostTable) -> None:
         self._costs, self.widest = costs, costs.widest_to_try
@@ -298,9 +319,9 @@ class Prices:
         self._draft: dict[int, float] = {}
 
     def verify(self, width: int) -> float:
-        """As `CostTable.verify`."""
+        """As `CostTable.verify`, with the rest of such a round."""
         if width not in self._verify:
-            self._verify[width] = self._costs.verify(width)
+            self._verify[width] = self._costs.verify(width) + self._costs.rest(width > 1)
         return self._verify[width]
 
     def draft(self, exit_layer: int) -> float:
