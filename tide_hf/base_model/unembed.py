@@ -130,18 +130,14 @@ class DraftUnembed:
 
 def greedy_tokens(logits: Tensor) -> Tensor:
     """Return the argmax (...) of logits (..., V). `torch.argmax` is six times slower in bfloat16 on CPUs."""
-    op = _top_op(logits, 1)
+    op = _top_op(logits, 1, in_graph=True)
     return logits.max(dim=-1).indices if op is None else op(logits, 1, False)[1][..., 0]
 
 
-def _top_op(logits: Tensor, count: int) -> Any:
-    """The kernel that finds the largest logits; `None` where it cannot run, or in a graph."""
-    suits = (
-        type(logits) is Tensor
-        and logits.is_cpu
-        and not torch.compiler.is_compiling()
-        and not is_in_torch_dispatch_mode()
-    )
+def _top_op(logits: Tensor, count: int, in_graph: bool = False) -> Any:
+    """The kernel that finds the largest logits; `None` where it cannot run, or in a graph unless that is `in_graph`."""
+    is_known = type(logits) is Tensor and not is_in_torch_dispatch_mode()
+    suits = logits.is_cpu and (is_known or in_graph) and not torch.compiler.is_compiling()
     suits = suits and not logits.requires_grad and 0 < count <= min(MOST_TOP, logits.shape[-1])
     return load_op("top_tokens", logits.dtype) if suits and are_ready(logits.dtype) else None
 

@@ -1,6 +1,8 @@
-// Products with panels of int8 by AMX, whose instructions multiply tiles of 16 rows by 64 columns of a panel and sum in int32. A row of the input is written in fixed point, 30 bits below its largest value, as digits of 8 bits, each of
-// which is a row of a tile. So weights are read as they are stored, four tokens share an instruction, and sums of integers are
-// exact: they depend neither on the order nor on the number of rows. See vectorized.h for `Value`.
+// Products with panels of int8 by AMX, whose instructions multiply tiles of 16 rows by 64 columns of a panel and sum in int32.
+// A row of the input is written in fixed point, 30 bits below its largest value, as digits of 8 bits, each of which is a row
+// of a tile. So weights are read as they are stored, four tokens share an instruction, and sums of integers are exact: they
+// depend neither on the order nor on the number of rows. What is lost of a value is less than float32 loses in sums, unless
+// another one of the row is more than a thousand times as large as is usual. See vectorized.h for `Value`.
 #pragma once
 
 #include "tiles.h"
@@ -11,6 +13,7 @@ namespace {
 constexpr int kDigits = 4;  // of a value, to base 256, from -128 to 127
 constexpr int64_t kTokens = kTileRows / kDigits;  // rows of the input in a tile
 constexpr int64_t kDigitColumns = 64;  // that an instruction multiplies
+constexpr int64_t kMostColumns = 1 << 17;  // whose products of a digit and a weight int32 holds the sum of
 
 struct alignas(64) DigitRow {  // a cache line
   int8_t values[kDigitColumns];
@@ -21,7 +24,8 @@ inline void multiply_integer_tiles() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kTo), "i"(kInput), "i"(kWeight));
 }
 
-// The power of two that brings a row of the input below 2^30, and its reciprocal times 2^24; NaN if a value is not finite.
+// The power of two that brings a row of the input below 2^30, and its reciprocal times 2^24, which is NaN if a value is not
+// finite.
 inline std::pair<float, float> fixed_point(const Value* x, int64_t size) {
   Floats largest(0.0f), rest(0.0f);
   for (int64_t k = 0; k < size; k += Floats::size()) {
@@ -29,11 +33,12 @@ inline std::pair<float, float> fixed_point(const Value* x, int64_t size) {
     largest = _mm512_max_ps(largest, _mm512_abs_ps(value));
     rest = rest + (value - value);  // 0, or NaN
   }
-  const int exponent = std::max(-96, std::ilogb(_mm512_reduce_max_ps(largest)) + 1);
+  const int exponent = std::clamp(std::ilogb(_mm512_reduce_max_ps(largest)), -97, 127) + 1;
   return {std::ldexp(1.0f, 30 - exponent), std::ldexp(1.0f, exponent - 6) + total(rest)};
 }
 
-// Write rows of the input as a tile of `all` rows, (size / 64, all, kDigits), and for each row what a sum of its digits is multiplied by.
+// Write rows of the input as a tile of `all` rows, (size / 64, all, kDigits), and for each row what a sum of its digits is
+// multiplied by.
 inline void write_digits(const Value* x, int64_t rows, int64_t all, int64_t size, DigitRow* tiles, float* units) {
   const __m512i half = _mm512_set1_epi32(0x80808080);
   const __m512i by_byte = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
@@ -65,8 +70,8 @@ inline Floats value_of(const int32_t* digits) {
 // Multiply a tile of the input, with `all` rows, by kPanels panels; found (rows, kPanels, 16). Panels that are in memory are
 // fetched before they are needed.
 template <int kPanels>
-void multiply_by_digits(const DigitRow* x, int64_t rows, int64_t all, int64_t size, const char* w, bool are_in_memory, const float* units,
-                        float* found) {
+void multiply_by_digits(const DigitRow* x, int64_t rows, int64_t all, int64_t size, const char* w, bool are_in_memory,
+                        const float* units, float* found) {
   constexpr std::make_integer_sequence<int, kPanels> kAll;
   const int64_t stride = size / kDigitColumns * kTileBytes;
   alignas(64) int32_t sums[kPanels][kTileRows * kPanelRows];
@@ -93,7 +98,7 @@ constexpr auto digits_for_panels(std::integer_sequence<int, kPanels...>) {
 }
 
 // Whether these tiles serve a product, whatever its number of rows.
-inline bool fit_digits(int64_t size) { return size % kDigitColumns == 0; }
+inline bool fit_digits(int64_t size) { return size % kDigitColumns == 0 && size < kMostColumns; }
 
 // Multiply all rows of the input by `count` rows of the weights, whole panels; y (rows, size_out).
 inline void multiply_by_integer_tiles(const Value* given, int64_t input_id, int64_t rows, int64_t size, const char* w,
@@ -116,7 +121,8 @@ inline void multiply_by_integer_tiles(const Value* given, int64_t input_id, int6
     for (int64_t t = 0, m = 0; t < tiling.count; ++t, m += all) {
       alignas(64) float found[kTokens * kTilePanels * kPanelRows];
       kByPanels[panels - 1](tiles.data() + m * of_row, tiling.in(t), all, size, w + n * size, t == 0, units.data() + m, found);
-      finish(found, tiling.in(t), panels * kPanelRows, scales + n, bias == nullptr ? bias : bias + n, y + m * size_out + n, size_out);
+      finish(found, tiling.in(t), panels * kPanelRows, scales + n, bias == nullptr ? bias : bias + n, y + m * size_out + n,
+             size_out);
     }
   }
   release_tiles();

@@ -88,8 +88,8 @@ struct Tiling {
 };
 
 // Add the products of 32 columns of the input, in tiles, and of as many of kPanels panels to the tiles of sums. Panels take
-// turns, since products that are added to one tile wait for each other, and prefetches stand between them: many at once
-// would keep loads waiting.
+// turns, since products that are added to one tile wait for each other, and prefetches stand between them, `ahead` in the
+// panels: many at once would keep loads waiting. Without a distance nothing is fetched.
 template <int kPanels>
 inline void multiply_columns(const TileRow* x, int64_t rows, const char* w, int64_t stride, int64_t ahead) {
   for_each(std::make_integer_sequence<int, (kPanels + 1) / 2>(), [&](auto pair) {
