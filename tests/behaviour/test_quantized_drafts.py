@@ -13,6 +13,7 @@ from tide_hf import TIDEModelForCausalLM
 from tide_hf.kernels.cpu.cpp_kernels import CPU_DTYPES
 from tide_hf.weights import layouts as weight_layouts
 from tide_hf.weights.layouts import QuantizedWeight
+from tide_hf.weights.panels import LayoutError
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -67,7 +68,7 @@ def test_tokens_are_the_base_models_whatever_drafts_read(family, kind, applied):
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
 def test_the_gemm_multiplies_by_the_dequantised_weights(on_some_cpu, dtype):
     torch.manual_seed(0)
-    for size, size_out in [(576, 576), (576, 190), (64, 3), (100, 37), (5, 2), (1152, 9)]:
+    for size, size_out in [(576, 576), (576, 190), (64, 3), (100, 37), (8, 2), (1152, 9)]:
         weight = torch.randn(size_out, size).to(dtype)
         weight[-1] = 0.0
         layout = QuantizedWeight(weight)
@@ -80,6 +81,8 @@ def test_the_gemm_multiplies_by_the_dequantised_weights(on_some_cpu, dtype):
                 expected = nn.functional.linear(state.double(), exact, None if bias is None else bias.double())
                 error = (layout.apply(state, bias).double() - expected).abs().max()
                 assert float(error) <= 6e-3 * float(expected.abs().max())  # states may be rounded to bfloat16
+    with pytest.raises(LayoutError):  # panels hold four columns next to each other
+        QuantizedWeight(torch.randn(2, 6).to(dtype))
 
 
 def test_steps_survive_eager_calls_and_are_released(tiny_llama):
