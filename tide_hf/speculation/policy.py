@@ -113,7 +113,7 @@ class CostTable:
                 self._record(key, milliseconds / self._pace, num_passes, is_usual and not is_first)
 
     def record_rest(self, milliseconds: float, has_drafts: bool) -> None:
-        """Add what a round, with draft steps or drafts or without any, took besides its passes, after these."""
+        """Add the time of a round outside its passes, once these are recorded; `has_drafts` if it drafted anything."""
         with _lock:
             if not self.ready:
                 return
@@ -177,7 +177,7 @@ class CostTable:
             return self._estimates[key] * self._pace
 
     def rest(self, has_drafts: bool) -> float:
-        """Expected milliseconds of a round besides its passes."""
+        """Expected milliseconds of a round outside its passes."""
         with _lock:
             return self._rest(has_drafts) * self._pace
 
@@ -311,7 +311,7 @@ class Plan:
 
 
 class Prices:
-    """What the passes of one round cost, looked up once; the last one with what the host does in such a round."""
+    """What the parts of one round cost, in milliseconds, looked up once."""
 
     def __init__(self, costs: CostTable) -> None:
         self._costs, self.widest = costs, costs.widest_to_try
@@ -319,7 +319,7 @@ class Prices:
         self._draft: dict[int, float] = {}
 
     def verify(self, width: int) -> float:
-        """As `CostTable.verify`, with the rest of such a round."""
+        """A pass over `width` tokens, and the time of such a round outside its passes."""
         if width not in self._verify:
             self._verify[width] = self._costs.verify(width) + self._costs.rest(width > 1)
         return self._verify[width]

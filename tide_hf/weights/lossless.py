@@ -69,7 +69,7 @@ class RequantizedWeight(StoredWeight):
         is_int4 = lowest >= 0 and highest <= MAX_INT4
         self.values = int4_in_panels(integers) if is_int4 else in_panels(integers)
         scales = scales_in_panels(scales, zeros)
-        halves = scales.half()  # as GGUF has them, but for products of two
+        halves = scales.half()  # exact for GGUF, except for types whose scales are products of two numbers
         self.scales = halves if torch.equal(halves.float(), scales) else scales
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from ..common.huge_pages import empty_in_huge_pages
 
 PANEL_ROWS = 16
-# Of a row, that are next to each other: 4 bytes, but for float16.
+# Columns of a row that lie next to each other in a panel.
 COLUMNS = {torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}
 INT4_COLUMNS = 8
 

@@ -1,6 +1,7 @@
 // Products with panels of integers in groups by AMX (see tiles.h). An integer of up to 8 bits is a bfloat16, so a tile holds 32
-// columns of a group, and its sums are multiplied by the group's scales. Integers are written as tiles for some columns at a
-// time, which all rows of the input use, and which no instruction waits for. See vectorized.h for `Value`.
+// columns of a group, and its sums are multiplied by the group's scales. Integers of some columns of all panels are written as
+// tiles before the first of these is loaded, which would wait for it, and all rows of the input use them. See vectorized.h for
+// `Value`.
 #pragma once
 
 #include "tiles.h"
@@ -17,7 +18,7 @@ inline __m256i first_numbers() {
 
 // Write 32 columns of a panel, as pairs of bfloat16, (16, row, 2).
 inline void write_tile(Int4Panel, const char* w, char* tile) {
-  const __m512i values = _mm512_broadcast_i64x4(first_numbers());  // twice, as five bits tell which
+  const __m512i values = _mm512_broadcast_i64x4(first_numbers());  // twice, since an index has five bits
   for (int64_t k = 0; k < kTileColumns; k += Int4Panel::kStep, w += Int4Panel::kBytes) {
     const __m512i part = _mm512_loadu_si512(w);
     for_each(std::make_integer_sequence<int, 4>(), [&](auto i) {
@@ -30,7 +31,7 @@ inline void write_tile(Int8Panel, const char* w, char* tile) {
   const __m512i to_top = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, 0, -1, -1, -1, 4, -1, -1, -1, 8, -1, -1, -1, 12));
   for (int64_t k = 0; k < kTileColumns; k += Int8Panel::kStep, w += Int8Panel::kBytes) {
     const __m512i part = Int8Panel::load(w, 0);
-    const auto bits = [&](int k) {  // shuffles and products, since shifts are left to one port, as conversions are
+    const auto bits = [&](int k) {  // no shifts, for which CPUs have one port, and conversions need it
       const __m512i top = _mm512_shuffle_epi8(part, _mm512_add_epi8(to_top, _mm512_set1_epi32(k << 24)));
       return _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(top), _mm512_set1_ps(1.0f / (1 << 24))));
     };
@@ -48,9 +49,9 @@ inline void fetch_scales(const PanelScales& scales, int64_t first, int64_t count
   for (int64_t i = 0; i < count * bytes; i += 64) prefetch(all, first * bytes + i);
 }
 
-// Some groups of kTilePanels panels, from the first one on.
+// `count` groups of `size` columns, from group `first` on, of up to kTilePanels panels.
 struct Groups {
-  const char* tiles;  // of each panel `stride` bytes
+  const char* tiles;  // of these groups, those of each panel `stride` bytes behind those of the last one
   int64_t stride, size, first, count;
   PanelScales scales;  // of all groups
 };

@@ -1,8 +1,8 @@
 // Products with panels of int8 by AMX, whose instructions multiply tiles of 16 rows by 64 columns of a panel and sum in int32.
 // A row of the input is written in fixed point, 30 bits below its largest value, as digits of 8 bits, each of which is a row
 // of a tile. So weights are read as they are stored, four tokens share an instruction, and sums of integers are exact: they
-// depend neither on the order nor on the number of rows. What is lost of a value is less than float32 loses in sums, unless
-// another one of the row is more than a thousand times as large as is usual. See vectorized.h for `Value`.
+// depend neither on the order nor on the number of rows. Fixed point loses less than sums in float32 do, unless the
+// largest value of a row is more than a thousand times as large as most of the others. See vectorized.h for `Value`.
 #pragma once
 
 #include "tiles.h"
@@ -13,7 +13,7 @@ namespace {
 constexpr int kDigits = 4;  // of a value, to base 256, from -128 to 127
 constexpr int64_t kTokens = kTileRows / kDigits;  // rows of the input in a tile
 constexpr int64_t kDigitColumns = 64;  // that an instruction multiplies
-constexpr int64_t kMostColumns = 1 << 17;  // whose products of a digit and a weight int32 holds the sum of
+constexpr int64_t kMostColumns = 1 << 17;  // with more, the sum of products of digits and weights may not fit into int32
 
 struct alignas(64) DigitRow {  // a cache line
   int8_t values[kDigitColumns];

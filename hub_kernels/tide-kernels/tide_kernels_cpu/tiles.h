@@ -80,16 +80,17 @@ inline void write_input(const Value* x, int64_t rows, int64_t all, int64_t size,
     }
 }
 
-// Rows of an input in tiles of up to `most` rows: as many in all tiles, since it takes long to configure others.
+// How rows of an input are divided among tiles of up to `most` rows. All tiles have as many, since to configure tiles of
+// another height takes long; the last one may end in rows of zeros.
 struct Tiling {
   Tiling(int64_t rows, int64_t most) : rows(rows), in_tile(std::min(rows, most)), count((rows + most - 1) / most) {}
   int64_t rows, in_tile, count;
-  int64_t in(int64_t tile) const { return std::min(in_tile, rows - tile * in_tile); }  // the others are zeros
+  int64_t in(int64_t tile) const { return std::min(in_tile, rows - tile * in_tile); }  // rows of the input
 };
 
 // Add the products of 32 columns of the input, in tiles, and of as many of kPanels panels to the tiles of sums. Panels take
-// turns, since products that are added to one tile wait for each other, and prefetches stand between them, `ahead` in the
-// panels: many at once would keep loads waiting. Without a distance nothing is fetched.
+// turns, since products that are added to one tile wait for each other. What lies `ahead` bytes further in a panel (0: nothing)
+// is prefetched between them, since many prefetches at once would keep loads waiting.
 template <int kPanels>
 inline void multiply_columns(const TileRow* x, int64_t rows, const char* w, int64_t stride, int64_t ahead) {
   for_each(std::make_integer_sequence<int, (kPanels + 1) / 2>(), [&](auto pair) {
