@@ -50,6 +50,8 @@ CPU_HEADERS = (
     "panels.h",
     "tiles.h",
     "integer_tiles.h",
+    "int4_panels.h",
+    "int4_tiles.h",
     "group_tiles.h",
 )
 VALUES = ("float", "c10::BFloat16", "c10::Half")
@@ -62,8 +64,8 @@ AVX512 = "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c"
 # For each machine, PyTorch's name and compiler flags of each level, as `cpu_level` names them.
 CPU_LEVELS: dict[str, dict[str, tuple[str, str]]] = {
     "x86_64": {
-        "amx": ("AVX512", f"{AVX512} -mavx512bf16 -DTIDE_AMX"),
-        "avx512bf16": ("AVX512", f"{AVX512} -mavx512bf16"),
+        "amx": ("AVX512", f"{AVX512} -mavx512bf16 -mavx512vnni -DTIDE_AMX"),
+        "avx512bf16": ("AVX512", f"{AVX512} -mavx512bf16 -mavx512vnni"),
         "avx512": ("AVX512", AVX512),
         "avx2": ("AVX2", "-mavx2 -mfma -mf16c"),
         "default": ("DEFAULT", ""),

@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 from tide_hf.kernels.cpu.cpp_kernels import CPU_DTYPES, load_op
 from tide_hf.weights.integers import IntegerWeight, PanelIntegers, integers_of
-from tide_hf.weights.panels import LayoutError
+from tide_hf.weights.panels import LayoutError, int4_in_panels, scales_in_panels
 
 
 @pytest.mark.usefixtures("on_some_cpu")
@@ -37,13 +37,24 @@ def test_products_with_panels_of_integers_are_those_of_the_scaled_integers(dtype
         PanelIntegers(torch.ones(4, 6, dtype=torch.int8), torch.ones(4))
 
 
+def random_integers(bits, *sizes):
+    return torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), sizes, dtype=torch.int8)
+
+
+def panels_of(bits, integers, scales):
+    layout = PanelIntegers(integers, scales)
+    if bits == 4:
+        layout.values, layout.scales = int4_in_panels(integers + 8), scales_in_panels(scales, -8 * scales)
+    return layout
+
+
 @pytest.mark.usefixtures("on_some_cpu")
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
-@pytest.mark.parametrize("groups", [1, 4])
-def test_rows_of_any_magnitude_are_multiplied_as_exactly_as_others(dtype, groups):
+@pytest.mark.parametrize(("bits", "groups"), [(8, 1), (8, 4), (4, 4)])
+def test_rows_of_any_magnitude_are_multiplied_as_exactly_as_others(dtype, bits, groups):
     torch.manual_seed(0)
-    integers, scales = torch.randint(-128, 128, (64, 128), dtype=torch.int8), torch.rand(64, groups) / 128
-    layout, weight = PanelIntegers(integers, scales), scaled(integers.double(), scales.double(), torch.zeros(()))
+    integers, scales = random_integers(bits, 64, 128), torch.rand(64, groups) / 2**bits
+    layout, weight = panels_of(bits, integers, scales), scaled(integers.double(), scales.double(), torch.zeros(()))
     least, most = torch.finfo(dtype).tiny ** 0.75, torch.finfo(dtype).max / 128**2
     state = torch.randn(12, 128)
     state = torch.stack([state[0] * least, state[1] * most / 8, 0 * state[2], *state[3:]]).to(dtype)
@@ -57,6 +68,27 @@ def test_rows_of_any_magnitude_are_multiplied_as_exactly_as_others(dtype, groups
     assert not broken[5:8].isfinite().any()
     assert torch.equal(broken[:5], found[:5].to(dtype))
     assert torch.equal(broken[8:], found[8:].to(dtype))
+
+
+@pytest.mark.usefixtures("on_some_cpu")
+@pytest.mark.parametrize("dtype", [torch.float32])
+@pytest.mark.parametrize("group", [16, 32, 96])
+def test_the_largest_values_of_fixed_point_are_multiplied_exactly(dtype, group):
+    torch.manual_seed(0)
+    integers, scales = random_integers(4, 32, 96), torch.rand(32, 96 // group)
+    layout, weight = panels_of(4, integers, scales), scaled(integers.double(), scales.double(), torch.zeros(()))
+    state = torch.rand(6, 96) * 2 - 1
+    for largest in (0.5, 1 - 2.0**-24, *torch.linspace(0.98, 1, 41).tolist()):  # just below a power of two
+        for sign in (-1, 1):
+            state[:5].view(5, -1, 8)[:, :, :5] = torch.eye(5)[:, None] * sign * largest
+            state[5] = sign * largest
+            check_products_of(layout, weight, state)
+
+
+def check_products_of(layout, weight, state):
+    found, exact = layout.apply(state, None), state.double() @ weight.t()
+    assert float((found.double() - exact).abs().max()) <= 2e-6 * float(exact.abs().max())
+    assert torch.equal(found, torch.cat([layout.apply(row, None) for row in state.split(1)]))
 
 
 @pytest.mark.usefixtures("on_some_cpu")

@@ -51,11 +51,30 @@ inline void softmax(float* scores, int64_t size, float* spare) {
   for (int64_t s = 0; s < size; s += Floats::size()) (Floats::loadu(scores + s) * share).store(scores + s);
 }
 
+// Weights that a thread multiplies by next, `groups` times `panels` that it reads side by side. It fetches them, a few cache
+// lines at a time, while it computes what keeps the memory idle.
+struct Ahead {
+  const char* from;
+  int64_t bytes, panels, groups;  // bytes: of a panel
+  int64_t panel = 0, place = 0;
+
+  void fetch(int64_t lines) {
+    for (; lines > 0 && groups > 0; --lines) {
+      prefetch(from, panel * bytes + place);
+      if (++panel < panels) continue;
+      panel = 0, place += 64;
+      if (place < bytes) continue;
+      place = 0, from += panels * bytes, --groups;
+    }
+  }
+};
+
 // Queries of a head, with what each adds to its scores (slots), or null, and where its result goes; (size) each.
 struct Queries {
   const Value* values[kMaxQueries];
   const float* masks[kMaxQueries];
   Value* outputs[kMaxQueries];
+  Ahead* ahead;  // or null
 };
 
 // Load `left` remaining values, at most one register, or a whole register of them.
@@ -104,8 +123,10 @@ void attend_in_parts(const Queries& queries, const Value* k, const Value* v, int
   for (int m = 0; m < kQueries; ++m)  // upcast once rather than for each slot
     for (int64_t d = 0; d < size; d += kSize) load(queries.values[m] + d, size - d).store(q + m * wide + d);
   int64_t slot = 0;
-  for (; slot + kSlotsAtOnce <= slots; slot += kSlotsAtOnce)
+  for (; slot + kSlotsAtOnce <= slots; slot += kSlotsAtOnce) {
     score<kQueries, kSlotsAtOnce, kIsWhole>(queries, q, k, slot, size, scale, scores, even);
+    if (queries.ahead != nullptr) queries.ahead->fetch(kSlotsAtOnce);
+  }
   for (; slot < slots; ++slot) score<kQueries, 1, kIsWhole>(queries, q, k, slot, size, scale, scores, even);
   for (int m = 0; m < kQueries; ++m) {
     float* own = scores + m * even;
@@ -117,6 +138,7 @@ void attend_in_parts(const Queries& queries, const Value* k, const Value* v, int
     for (int m = 0; m < kQueries; ++m)
       for (int i = 0; i < kWide; ++i) sums[m][i] = Floats(0.0f);
     for (int64_t s = 0; s < slots; ++s) {
+      if (queries.ahead != nullptr) queries.ahead->fetch(1);
       Floats value[kWide];
 #pragma GCC unroll 4
       for (int i = 0; i < kWide; ++i) value[i] = some<kIsWhole>(v + s * size + d + i * kSize, size - d - i * kSize);

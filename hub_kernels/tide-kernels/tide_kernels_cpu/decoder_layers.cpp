@@ -11,6 +11,9 @@
 namespace {
 
 constexpr int64_t kMinWorkPerThread = 32768;  // multiply-adds of a product; for fewer, another thread costs more
+constexpr int64_t kMostAhead = 131072;  // bytes of weights that are fetched before they are needed
+constexpr int64_t kLinesAhead = 64;     // of these, while a thread waits for others
+constexpr int64_t kAheadTokens = 2;     // of passes that wait for the memory, and not for products
 
 // Rotate a head: the halves of its values are the coordinates of its pairs, as in transformers' `rotate_half`.
 inline void rotate(const Value* x, const Value* cos, const Value* sin, Value* y, int64_t size) {
@@ -79,17 +82,18 @@ class Member {
     for (int64_t i = 0; i < call.count; ++i) {
       const DecoderLayer& layer = call.layers[i];
       project(layer);
-      team.meet();
+      meet_before(layer.weights[3], call.size, call.heads * call.head_size);
       place_heads(layer);
       team.meet();
       attend_to(layer);
       team.meet();
       add_product(layer.weights[3], shared.attended.data(), call.heads * call.head_size, layer.biases[3]);
-      team.meet();
+      meet_before(layer.weights[4], call.inner, call.size);
       activate(layer);
-      team.meet();
+      meet_before(layer.weights[6], call.size, call.inner);
       add_product(layer.weights[6], shared.activated.data(), call.inner, nullptr);
-      team.meet();
+      if (i + 1 < call.count) meet_before(call.layers[i + 1].weights[0], projected_size(), read_size());
+      else team.meet();
       tap(i + 1);
     }
   }
@@ -103,6 +107,27 @@ class Member {
   inline static thread_local std::vector<Value> normalised, product, head;
 
   int64_t phase = 0;
+  Ahead ahead{};
+
+  // Tiles of a number of units of rows, as many for each member.
+  int64_t tiles_of(int64_t units, int64_t unit) const {
+    const int64_t some = (units * unit + tile_rows(tokens) - 1) / tile_rows(tokens), members = team.members();
+    return std::min(units, (some + members - 1) / members * members);
+  }
+
+  // Wait for the others, while the first weights of this member's share of the next product, of `all` rows, are fetched.
+  void meet_before(const LinearWeight& weight, int64_t all, int64_t size) {
+    if (tokens > kAheadTokens) return team.meet();
+    const int64_t bits = weight.stored == Stored::kInt4 ? 4 : weight.stored == Stored::kInt8 ? 8
+                         : weight.stored == Stored::kValues ? 8 * sizeof(Value) : 16;
+    const int64_t unit = unit_of(weight), units = (all + unit - 1) / unit, tiles = tiles_of(units, unit), row = size * bits / 8;
+    const int64_t first = units * (tiles * index / team.members()) / tiles * unit;
+    const int64_t panels = weight.in_panels ? kTilePanels : 1, bytes = weight.in_panels ? row * kPanelRows : row;
+    const int64_t groups = std::min(all / team.members() * row, kMostAhead) / (panels * bytes);
+    ahead = {static_cast<const char*>(weight.values) + first * row, bytes, panels, groups};
+    ahead.fetch(kLinesAhead);
+    team.meet();
+  }
 
   // Run parts of a phase, those of this member first.
   template <class Run>
@@ -119,9 +144,7 @@ class Member {
   // Run tiles of the rows of a product, `all`, in whole units, with up to kMaxRows tokens at a time.
   template <class Run>
   void for_tiles(int64_t all, int64_t unit, const Run& run) {
-    const int64_t units = (all + unit - 1) / unit, members = team.members();
-    const int64_t some = (units * unit + tile_rows(tokens) - 1) / tile_rows(tokens);
-    const int64_t tiles = std::min(units, (some + members - 1) / members * members);
+    const int64_t units = (all + unit - 1) / unit, tiles = tiles_of(units, unit);
     for (int64_t t = 0; t < tokens; t += kMaxRows) {
       const Input input{++last_input_id, {t, std::min(kMaxRows, tokens - t)}};
       for_parts(tiles, [&](int64_t tile) {
@@ -158,7 +181,8 @@ class Member {
     }
   }
 
-  // How many values q, k and v read of a token.
+  // How many values q, k and v are of a token, and how many they read.
+  int64_t projected_size() const { return (call.heads + 2 * call.kv_heads) * call.head_size; }
   int64_t read_size() const { return call.beside == nullptr ? call.size : 2 * call.size; }
 
   // Normalise values (tokens, size), or the states, into rows of `stride` values, from a column on.
@@ -182,7 +206,7 @@ class Member {
     const int64_t all = read_size();
     normalise(layer.norm, call.eps, states, all - call.size, all);
     if (call.beside != nullptr) normalise(call.beside_norm, call.eps, static_cast<const Value*>(call.beside), 0, all);
-    const int64_t size = call.head_size, stride = (call.heads + 2 * call.kv_heads) * size;
+    const int64_t size = call.head_size, stride = projected_size();
     const int64_t firsts[] = {0, call.heads * size, (call.heads + call.kv_heads) * size, stride};
     int64_t unit = 1;
     for (int i = 0; i < 3; ++i) unit = std::max(unit, unit_of(layer.weights[i]));  // of which all three have whole numbers
@@ -201,6 +225,7 @@ class Member {
     const int64_t size = call.head_size, heads = call.heads + 2 * call.kv_heads, members = team.members();
     head.resize(size);
     for (int64_t i = tokens * heads * index / members; i < tokens * heads * (index + 1) / members; ++i) {
+      ahead.fetch(kSlotsAtOnce);
       const int64_t t = i / heads, h = i % heads, row = t / call.width, place = t % call.width;
       const int kind = h < call.heads ? 0 : h < call.heads + call.kv_heads ? 1 : 2;
       Value *from = shared.projected.data() + i * size, *to = from;
@@ -230,6 +255,7 @@ class Member {
       const int64_t row = block / (call.kv_heads * blocks), kv_head = block / blocks % call.kv_heads;
       const int64_t first = block % blocks * most, count = std::min(most, queries - first);
       Queries some{};
+      some.ahead = &ahead;
       for (int64_t m = 0; m < count; ++m) {
         const int64_t place = (first + m) / group, t = row * call.width + place, h = kv_head * group + (first + m) % group;
         some.values[m] = shared.projected.data() + (t * (call.heads + 2 * call.kv_heads) + h) * size;

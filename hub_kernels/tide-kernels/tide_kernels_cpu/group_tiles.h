@@ -1,4 +1,4 @@
-// Products with panels of integers in groups by AMX (see tiles.h). An integer of up to 8 bits is a bfloat16, so a tile holds 32
+// Products with panels of int8 in groups by AMX (see tiles.h). An integer of 8 bits is a bfloat16, so a tile holds 32
 // columns of a group, and its sums are multiplied by the group's scales. Integers of some columns of all panels are written as
 // tiles before the first of these is loaded, which would wait for it, and all rows of the input use them. See vectorized.h for
 // `Value`.
@@ -11,23 +11,8 @@ namespace {
 
 constexpr int64_t kWrittenColumns = 64;  // of kTilePanels panels, whose tiles stay in a core's L1 cache
 
-// The numbers from 0 to 15 in bfloat16.
-inline __m256i first_numbers() {
-  return (__m256i)_mm512_cvtneps_pbh(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-}
-
 // Write 32 columns of a panel, as pairs of bfloat16, (16, row, 2).
-inline void write_tile(Int4Panel, const char* w, char* tile) {
-  const __m512i values = _mm512_broadcast_i64x4(first_numbers());  // twice, since an index has five bits
-  for (int64_t k = 0; k < kTileColumns; k += Int4Panel::kStep, w += Int4Panel::kBytes) {
-    const __m512i part = _mm512_loadu_si512(w);
-    for_each(std::make_integer_sequence<int, 4>(), [&](auto i) {
-      _mm512_store_si512(tile, _mm512_permutexvar_epi16(_mm512_srli_epi16(part, 4 * i), values));
-      tile += 64;
-    });
-  }
-}
-inline void write_tile(Int8Panel, const char* w, char* tile) {
+inline void write_tile(const char* w, char* tile) {
   const __m512i to_top = _mm512_broadcast_i32x4(_mm_setr_epi8(-1, -1, -1, 0, -1, -1, -1, 4, -1, -1, -1, 8, -1, -1, -1, 12));
   for (int64_t k = 0; k < kTileColumns; k += Int8Panel::kStep, w += Int8Panel::kBytes) {
     const __m512i part = Int8Panel::load(w, 0);
@@ -93,11 +78,10 @@ constexpr auto groups_for_panels(std::integer_sequence<int, kPanels...>) {
 inline bool fit_group_tiles(int64_t size, int64_t groups) { return size / groups % kTileColumns == 0; }
 
 // Multiply all rows of the input by `count` rows of the weights, whole panels; y (rows, size_out).
-template <class Panel>
-void multiply_by_group_tiles(const Value* given, int64_t input_id, int64_t rows, int64_t size, const char* w,
+inline void multiply_by_group_tiles(const Value* given, int64_t input_id, int64_t rows, int64_t size, const char* w,
                              const PanelScales& scales, const Value* bias, Value* y, int64_t size_out, int64_t count) {
   static constexpr auto kByPanels = groups_for_panels(std::make_integer_sequence<int, kTilePanels>());
-  constexpr int64_t kBytes = kTileColumns / Panel::kStep * Panel::kBytes;  // of a panel that a tile holds
+  constexpr int64_t kBytes = kTileColumns / Int8Panel::kStep * Int8Panel::kBytes;  // of a panel that a tile holds
   thread_local KnownInput known;
   thread_local std::vector<float> sums, found;
   thread_local std::vector<TileRow> written;
@@ -123,7 +107,7 @@ void multiply_by_group_tiles(const Value* given, int64_t input_id, int64_t rows,
         for (int64_t t = first; t < end; ++t) {
           const char* from = w + p * stride + t * kBytes;
           for (int64_t i = 0; i < kBytes; i += 64) prefetch(from + i, ahead * kBytes);
-          write_tile(Panel(), from, into + (p * of_some + t - first) * kTileBytes);
+          write_tile(from, into + (p * of_some + t - first) * kTileBytes);
         }
       }
       for (int64_t t = 0, m = 0; t < tiling.count; ++t, m += tiling.in_tile) {

@@ -79,33 +79,6 @@ struct Int8Panel {  // (column / 4, row, 4)
 #endif
 };
 
-struct Int4Panel {  // from 0 to 15: (column / 8, row, 4): even columns in the first two bytes, from the lowest bits, and odd ones
-  static constexpr int bit_of(int k) { return k / 2 * 4 + k % 2 * 16; }
-  static constexpr int kStep = 8, kBytes = 64;
-#if defined(CPU_CAPABILITY_AVX512)
-  using Part = __m512i;
-  static Part load(const char* w, int) { return _mm512_loadu_si512(w); }
-  static Floats at(Part part, int k) {
-    const __m512 values = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return _mm512_permutexvar_ps(_mm512_srli_epi32(part, bit_of(k)), values);  // which reads the lowest four bits
-  }
-#elif defined(CPU_CAPABILITY_AVX2)
-  using Part = __m256i;
-  static Part load(const char* w, int v) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w) + v); }
-  static Floats at(Part part, int k) {
-    return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(part, bit_of(k)), _mm256_set1_epi32(15)));
-  }
-#else
-  using Part = const uint8_t*;
-  static Part load(const char* w, int v) { return reinterpret_cast<Part>(w) + 4 * v * Floats::size(); }
-  static Floats at(Part part, int k) {
-    float found[Floats::size()];
-    for (int i = 0; i < Floats::size(); ++i) found[i] = part[4 * i + bit_of(k) / 8] >> bit_of(k) % 8 & 15;
-    return Floats::loadu(found);
-  }
-#endif
-};
-
 // As many panels at a time, for a number of rows of the input, as have registers for their sums.
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kPanelTile = 8;  // rows of the input at a time
@@ -140,6 +113,12 @@ struct PanelScales {
     if (values != nullptr) found.values += skipped;
     if (halves != nullptr) found.halves += skipped;
     return found;
+  }
+  // Fetch those of a group of a panel.
+  void fetch(int64_t panel, int64_t group) const {
+    const int64_t first = (panel * groups + group) * kOfGroup;
+    if (halves != nullptr) return prefetch(halves + first, 0);
+    prefetch(values + first, 0), prefetch(values + first + kPanelRows, 0);
   }
   // A register of the scales of a group of a panel, from a place on.
   Floats at(int64_t panel, int64_t group, int64_t place) const {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "int4_weight.h"
+#include "int4_tiles.h"
 #include "integer_tiles.h"
 #include "group_tiles.h"
 
@@ -287,6 +288,20 @@ void multiply_rows(const Value* x, int64_t rows, const Weight* w, int64_t size, 
   }
 }
 
+// Multiply all rows of the input by rows of a weight of 4-bit integers in panels.
+void multiply_int4_by_panels(const RowsOfProduct& call, const Value* x, const PanelScales& scales, const Value* bias, Value* y) {
+  const auto* w = static_cast<const char*>(call.weight->values) + call.first * call.size / 2;
+  const int64_t columns = block_columns(call.size / scales.groups);
+#if defined(TIDE_AMX)
+  if (call.rows > kFewTokens && columns == kBlockColumns) {
+    const auto blocks = blocks_of<TileDigits>(x, call.input_id, call.rows, call.size, columns, kBlockTokens);
+    return multiply_int4_by_tiles(blocks, w, scales, bias, y, call.stride, call.count);
+  }
+#endif
+  const auto blocks = blocks_of<BlockDigits>(x, call.input_id, call.rows, call.size, columns);
+  multiply_int4_panels(blocks, w, scales, bias, y, call.stride, call.count);
+}
+
 // Multiply all rows of the input by rows of a weight in panels.
 void multiply_by_panels(const RowsOfProduct& call, const Value* x, const Value* bias, Value* y) {
   const LinearWeight& weight = *call.weight;
@@ -295,6 +310,7 @@ void multiply_by_panels(const RowsOfProduct& call, const Value* x, const Value* 
   else scales.values = static_cast<const float*>(weight.scales);
   scales.groups = weight.has_zeros ? weight.groups : 0;
   scales = scales.from(call.first);
+  if (weight.stored == Stored::kInt4) return multiply_int4_by_panels(call, x, scales, bias, y);
   const auto run = [&](auto panel, auto is_grouped) {
     using Panel = decltype(panel);
     const auto* w = static_cast<const char*>(weight.values) + call.first / kPanelRows * (call.size / Panel::kStep * Panel::kBytes);
@@ -305,7 +321,7 @@ void multiply_by_panels(const RowsOfProduct& call, const Value* x, const Value* 
       if (fit_tiles(call.size)) return run(x, call.input_id, call.rows, call.size, w, bias, y, call.stride, call.count);
     } else if constexpr (kIsGrouped) {
       if (fit_group_tiles(call.size, weight.groups))
-        return multiply_by_group_tiles<Panel>(x, call.input_id, call.rows, call.size, w, scales, bias, y, call.stride, call.count);
+        return multiply_by_group_tiles(x, call.input_id, call.rows, call.size, w, scales, bias, y, call.stride, call.count);
     } else if constexpr (std::is_same_v<Panel, Int8Panel>) {
       if (fit_digits(call.size))
         return multiply_by_integer_tiles(x, call.input_id, call.rows, call.size, w, scales.values, bias, y, call.stride, call.count);
@@ -315,7 +331,6 @@ void multiply_by_panels(const RowsOfProduct& call, const Value* x, const Value* 
   };
   constexpr std::true_type kGrouped;
   constexpr std::false_type kWhole;
-  if (weight.stored == Stored::kInt4) return run(Int4Panel(), kGrouped);
   if (weight.stored == Stored::kInt8) return weight.has_zeros ? run(Int8Panel(), kGrouped) : run(Int8Panel(), kWhole);
   if (weight.stored == Stored::kBFloat16 || (weight.stored == Stored::kValues && std::is_same_v<Value, at::BFloat16>))
     return run(BFloat16Panel(), kWhole);

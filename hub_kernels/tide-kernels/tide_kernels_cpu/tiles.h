@@ -49,12 +49,6 @@ inline void configure_tiles(int64_t rows) {
 }
 inline void release_tiles() { asm volatile("tilerelease"); }
 
-// Call `run` with 0 to kCount - 1, as constants.
-template <int... kIndices, class Run>
-inline void for_each(std::integer_sequence<int, kIndices...>, const Run& run) {
-  (run(std::integral_constant<int, kIndices>()), ...);
-}
-
 inline __m512 widened(__m256i bfloat16) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bfloat16), 16));
 }

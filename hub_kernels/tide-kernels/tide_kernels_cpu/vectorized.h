@@ -13,6 +13,7 @@
 #include <cstring>
 #include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "arguments.h"
@@ -29,6 +30,12 @@ using Floats = at::vec::Vectorized<float>;
 #else
 #define ALWAYS_INLINE
 #endif
+
+// Call `run` with 0 to kCount - 1, as constants, by which compilers keep arrays in registers.
+template <int... kIndices, class Run>
+ALWAYS_INLINE inline void for_each(std::integer_sequence<int, kIndices...>, const Run& run) {
+  (run(std::integral_constant<int, kIndices>()), ...);
+}
 
 // Fetch what lies `distance` bytes behind an address.
 inline void prefetch(const void* address, int64_t distance) {

@@ -1,0 +1,310 @@
+// Products with panels of 4-bit integers in groups (`LinearWeight` in arguments.h), by instructions that multiply bytes. Each
+// block of 32 columns of the input is written in fixed point, with 24 bits for its largest value, as digits of 8 bits. So
+// weights are multiplied as they are stored, and sums of a block are exact: none depends on the order or the number of
+// rows. Fixed point loses about as much as sums in float32 do. See vectorized.h for `Value`.
+#pragma once
+
+#include <cmath>
+
+#include "panels.h"
+
+namespace {
+
+constexpr int kBlockColumns = 32;  // at most; a group has whole blocks
+constexpr int kBlockDigits = 3;    // of a value, to base 256, from -128 to 127
+constexpr int64_t kBlocksAhead = 16;  // that are prefetched, of all panels together
+
+struct Int4Panel {  // from 0 to 15: (column / 8, row, 4): even columns in the first two bytes, from the lowest bits, and odd ones
+  static constexpr int kStep = 8, kBytes = 64;
+};
+
+// The columns of a panel's bytes, for 8 columns: those in the lower halves of each row's four bytes, then in the upper ones.
+constexpr int kByteColumns[] = {0, 4, 1, 5, 2, 6, 3, 7};
+
+struct BlockFacts {  // what the sums of a block's integers are multiplied by, NaN if a value is not finite; the sum of its values
+  float unit, sum;
+};
+
+inline float power_of_two(int exponent) {
+  const int32_t bits = (127 + exponent) << 23;
+  float found;
+  std::memcpy(&found, &bits, sizeof(found));
+  return found;
+}
+
+// Round a block of a row of the input to fixed point, in the order of kByteColumns.
+inline BlockFacts fixed_block(const Value* x, int64_t columns, int32_t* integers) {
+  int32_t largest = 0;  // the bits of the largest value
+  Floats sum(0.0f);
+#if defined(CPU_CAPABILITY_AVX512)
+  const Floats values[] = {load(x, columns), load(x + 16, columns - 16)};
+  const auto bits = [&](int i) { return _mm512_and_si512(_mm512_castps_si512(values[i]), _mm512_set1_epi32(0x7FFFFFFF)); };
+  largest = _mm512_reduce_max_epi32(_mm512_max_epi32(bits(0), bits(1)));
+  sum = values[0] + values[1];
+#else
+  float values[kBlockColumns] = {};
+  at::vec::convert(x, values, columns);
+  int32_t bits[kBlockColumns];
+  std::memcpy(bits, values, sizeof(bits));
+  for (int k = 0; k < kBlockColumns; ++k) largest = std::max(largest, bits[k] & 0x7FFFFFFF);
+  for (int k = 0; k < kBlockColumns; k += Floats::size()) sum = sum + Floats::loadu(values + k);
+#endif
+  // 2^exponent times 0x7F0000 / 0x800000, which the digits can hold, is larger than all values.
+  const int exponent = std::clamp(((largest + 0x20000) >> 23) - 126, -96, 128);
+  const float factor = power_of_two(23 - exponent);
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+  for (int i = 0; i < 2; ++i) {
+    const __m512i found = _mm512_cvtps_epi32(values[i] * Floats(factor));
+    _mm512_store_si512(integers + 16 * i, _mm512_permutexvar_epi32(order, found));
+  }
+#else
+  for (int k = 0; k < kBlockColumns; ++k) integers[k] = std::lrintf(values[k / 8 * 8 + kByteColumns[k % 8]] * factor);
+#endif
+  return {largest < 0x7F800000 ? power_of_two(exponent - 23) : std::numeric_limits<float>::quiet_NaN(), total(sum)};
+}
+
+struct BlockDigits {
+  int8_t values[kBlockDigits][kBlockColumns];
+};
+
+inline void write_digits(const int32_t* integers, BlockDigits& digits) {
+  for (int d = 0; d < kBlockDigits; ++d)
+    for (int k = 0; k < kBlockColumns; ++k)  // no digit borrows from the next
+      digits.values[d][k] = static_cast<int8_t>(((integers[k] + 0x808080) ^ 0x808080) >> 8 * d);
+}
+
+// Bytes of four columns of as many rows of a panel as a register of floats has lanes, and sums for each row. `add_products`
+// adds those of bytes from 0 to 15 and four digits; `settled` gives sums of up to kBlockColumns columns.
+#if defined(CPU_CAPABILITY_AVX512)
+using Bytes = __m512i;
+using Digits = __m512i;
+using Sums = __m512i;
+inline Bytes lower_halves(const char* w) { return _mm512_and_si512(_mm512_loadu_si512(w), _mm512_set1_epi8(15)); }
+inline Bytes upper_halves(const char* w) {
+  return _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(w), 4), _mm512_set1_epi8(15));
+}
+inline Sums no_sums() { return _mm512_setzero_si512(); }
+inline Digits four_digits(const int8_t* digits) {
+  int32_t found;
+  std::memcpy(&found, digits, sizeof(found));
+  return _mm512_set1_epi32(found);
+}
+inline Sums add_products(Sums sums, Bytes w, Digits digits) {
+#if defined(__AVX512VNNI__)
+  return _mm512_dpbusd_epi32(sums, w, digits);
+#else
+  return _mm512_add_epi16(sums, _mm512_maddubs_epi16(w, digits));
+#endif
+}
+inline Sums settled(Sums sums) {
+#if defined(__AVX512VNNI__)
+  return sums;
+#else
+  return _mm512_madd_epi16(sums, _mm512_set1_epi16(1));
+#endif
+}
+// sums + 256 next, in floats, which hold them exactly.
+inline Floats joined(Sums sums, Sums next) { return _mm512_cvtepi32_ps(_mm512_add_epi32(sums, _mm512_slli_epi32(next, 8))); }
+inline Floats in_floats(Sums sums) { return _mm512_cvtepi32_ps(sums); }
+constexpr int kBlockRows = 8;  // of the input at a time
+constexpr int block_panels(int rows) { return rows == 1 ? 4 : rows == 2 ? 3 : rows <= 4 ? 2 : 1; }
+#elif defined(CPU_CAPABILITY_AVX2)
+using Bytes = __m256i;
+using Digits = __m256i;
+using Sums = __m256i;
+inline Bytes lower_halves(const char* w) {
+  return _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)), _mm256_set1_epi8(15));
+}
+inline Bytes upper_halves(const char* w) {
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w));
+  return _mm256_and_si256(_mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(15));
+}
+inline Sums no_sums() { return _mm256_setzero_si256(); }
+inline Digits four_digits(const int8_t* digits) {
+  int32_t found;
+  std::memcpy(&found, digits, sizeof(found));
+  return _mm256_set1_epi32(found);
+}
+inline Sums add_products(Sums sums, Bytes w, Digits digits) {
+  return _mm256_add_epi16(sums, _mm256_maddubs_epi16(w, digits));
+}
+inline Sums settled(Sums sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
+inline Floats joined(Sums sums, Sums next) { return _mm256_cvtepi32_ps(_mm256_add_epi32(sums, _mm256_slli_epi32(next, 8))); }
+inline Floats in_floats(Sums sums) { return _mm256_cvtepi32_ps(sums); }
+constexpr int kBlockRows = 1;
+constexpr int block_panels(int) { return 1; }
+#else
+struct Bytes {
+  uint8_t of[Floats::size()][4];
+};
+struct Sums {
+  int32_t of[Floats::size()];
+};
+template <class Take>
+inline Bytes halves(const char* w, const Take& take) {
+  Bytes found;
+  for (int i = 0; i < 4 * Floats::size(); ++i) found.of[i / 4][i % 4] = take(static_cast<uint8_t>(w[i]));
+  return found;
+}
+inline Bytes lower_halves(const char* w) {
+  return halves(w, [](uint8_t byte) { return byte & 15; });
+}
+inline Bytes upper_halves(const char* w) {
+  return halves(w, [](uint8_t byte) { return byte >> 4; });
+}
+inline Sums no_sums() { return {}; }
+using Digits = const int8_t*;
+inline Digits four_digits(const int8_t* digits) { return digits; }
+inline Sums add_products(Sums sums, const Bytes& w, Digits digits) {
+  for (int i = 0; i < Floats::size(); ++i)
+    for (int k = 0; k < 4; ++k) sums.of[i] += w.of[i][k] * digits[k];
+  return sums;
+}
+inline Sums settled(const Sums& sums) { return sums; }
+inline Floats in_floats(const Sums& sums) {
+  float found[Floats::size()];
+  std::copy(sums.of, sums.of + Floats::size(), found);
+  return Floats::loadu(found);
+}
+inline Floats joined(Sums sums, const Sums& next) {
+  for (int i = 0; i < Floats::size(); ++i) sums.of[i] += 256 * next.of[i];
+  return in_floats(sums);
+}
+constexpr int kBlockRows = 1;
+constexpr int block_panels(int) { return 1; }
+#endif
+
+// A sum of products from those of each digit, rounded once.
+ALWAYS_INLINE inline Floats value_of_digits(Sums first, Sums second, Sums third) {
+  return at::vec::fmadd(in_floats(settled(third)), Floats(65536.0f), joined(settled(first), settled(second)));
+}
+
+// The input of a product, (count, rows) blocks of some columns.
+template <class Digits>
+struct Blocks {
+  const Digits* digits;
+  const BlockFacts* facts;
+  int64_t rows, count, columns;
+  Blocks from(int64_t row) const { return {digits + row, facts + row, rows, count, columns}; }
+};
+
+inline int64_t block_columns(int64_t group) { return group % 32 == 0 ? 32 : 16; }
+
+// The blocks of an input, which a thread keeps. `spare` rows behind the last block's hold anything.
+template <class Digits>
+inline Blocks<Digits> blocks_of(const Value* given, int64_t input_id, int64_t rows, int64_t size, int64_t columns,
+                                int64_t spare = 0) {
+  thread_local KnownInput known;
+  thread_local std::vector<Digits> digits;
+  thread_local std::vector<BlockFacts> facts;
+  const int64_t count = size / columns;
+  if (known.replace({given, input_id, rows, columns})) {
+    digits.resize(count * rows + spare), facts.resize(count * rows);
+    for (int64_t m = 0; m < rows; ++m)
+      for (int64_t b = 0; b < count; ++b) {
+        alignas(64) int32_t integers[kBlockColumns];
+        facts[b * rows + m] = fixed_block(given + m * size + b * columns, columns, integers);
+        write_digits(integers, digits[b * rows + m]);
+      }
+  }
+  return {digits.data(), facts.data(), rows, count, columns};
+}
+
+// How many blocks behind block b of `panels` panels, of `size` blocks, those lie that are fetched with it.
+inline int64_t blocks_ahead(int64_t b, int64_t size, int64_t panels) {
+  const int64_t some = kBlocksAhead / panels;
+  return some + (b + some >= size ? (panels - 1) * size : 0);
+}
+
+// Multiply kRows rows of the input by kPanels panels; found (kRows, kPanels * kPanelRows).
+template <int kRows, int kPanels>
+void multiply_blocks(Blocks<BlockDigits> x, const char* w, const PanelScales& scales, float* found) {
+  constexpr int kRegisters = kPanels * kPerPanel;
+  constexpr std::make_integer_sequence<int, kRows> kAllRows;
+  constexpr std::make_integer_sequence<int, kRegisters> kAllRegisters;
+  constexpr std::make_integer_sequence<int, kBlockDigits> kAllDigits;
+  const int64_t of_block = x.columns / Int4Panel::kStep * Int4Panel::kBytes, stride = x.count * of_block;  // of a panel
+  const auto group_of = [per_group = x.count / scales.groups](int64_t b) { return per_group == 1 ? b : b / per_group; };
+  std::fill(found, found + kRows * kPanels * kPanelRows, 0.0f);
+  for (int64_t b = 0; b < x.count; ++b, x.digits += x.rows, x.facts += x.rows) {
+    const int64_t ahead = blocks_ahead(b, x.count, kPanels), g = group_of(b);
+    Sums sums[kRows][kRegisters][kBlockDigits];
+    for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
+      for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE {
+        for_each(kAllDigits, [&](auto d) ALWAYS_INLINE { sums[m][r][d] = no_sums(); });
+      });
+    });
+    for (int64_t k = 0; k < x.columns; k += Int4Panel::kStep, w += Int4Panel::kBytes) {
+      Bytes low[kRegisters], high[kRegisters];
+      for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE {
+        const char* from = w + r / kPerPanel * stride + r % kPerPanel * (Int4Panel::kBytes / kPerPanel);
+        low[r] = lower_halves(from), high[r] = upper_halves(from);
+        if (r % kPerPanel == 0) prefetch(from, ahead * of_block);
+      });
+      for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
+        for_each(kAllDigits, [&](auto d) ALWAYS_INLINE {
+          const int8_t* of = x.digits[m].values[d] + k;
+          const Digits first = four_digits(of), second = four_digits(of + 4);
+          for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE {
+            sums[m][r][d] = add_products(add_products(sums[m][r][d], low[r], first), high[r], second);
+          });
+        });
+      });
+    }
+    for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE {
+      constexpr int kPanel = r / kPerPanel, kPlace = r % kPerPanel * Floats::size();
+      if (kPlace == 0) scales.fetch(kPanel, group_of(b + ahead));
+      const Floats scale = scales.at(kPanel, g, kPlace), zero = scales.at(kPanel, g, kPanelRows + kPlace);
+      for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
+        float* to = found + (m * kRegisters + r) * Floats::size();
+        const Floats sum = at::vec::fmadd(Floats(x.facts[m].sum), zero, Floats::loadu(to));
+        const Floats value = value_of_digits(sums[m][r][0], sums[m][r][1], sums[m][r][2]);
+        at::vec::fmadd(value * Floats(x.facts[m].unit), scale, sum).store(to);
+      });
+    });
+  }
+}
+
+template <int kRows, int... kPanels>
+constexpr auto blocks_by_panels(std::integer_sequence<int, kPanels...>) {
+  return std::array{multiply_blocks<kRows, kPanels + 1>...};
+}
+
+// Multiply kRows rows of the input by `panels` panels, as many at a time as registers hold.
+template <int kRows>
+void multiply_blocks_by_panels(const Blocks<BlockDigits>& x, const char* w, PanelScales scales, const Value* bias, Value* y, int64_t size_out,
+                               int64_t panels) {
+  constexpr int kAtOnce = block_panels(kRows);
+  static constexpr auto kByPanels = blocks_by_panels<kRows>(std::make_integer_sequence<int, kAtOnce>());
+  float found[kRows * kAtOnce * kPanelRows];
+  for (int64_t p = 0; p < panels; p += kAtOnce) {
+    const int64_t some = std::min<int64_t>(kAtOnce, panels - p), n = p * kPanelRows;
+    const char* from = w + p * (x.count * x.columns / Int4Panel::kStep * Int4Panel::kBytes);
+    kByPanels[some - 1](x, from, scales.from(n), found);
+    finish(found, kRows, some * kPanelRows, nullptr, bias == nullptr ? bias : bias + n, y + n, size_out);
+  }
+}
+
+template <int... kRows>
+constexpr auto digits_by_rows(std::integer_sequence<int, kRows...>) {
+  return std::array{multiply_blocks_by_panels<kRows + 1>...};
+}
+
+// Multiply all rows of the input by `count` rows of the weights, whole panels; y (rows, size_out).
+inline void multiply_int4_panels(const Blocks<BlockDigits>& x, const char* w, const PanelScales& scales, const Value* bias, Value* y,
+                                 int64_t size_out, int64_t count) {
+  static constexpr auto kByRows = digits_by_rows(std::make_integer_sequence<int, kBlockRows>());
+  const int64_t of_panel = x.count * x.columns / Int4Panel::kStep * Int4Panel::kBytes, tiles = (x.rows + kBlockRows - 1) / kBlockRows;
+  const int64_t all = count / kPanelRows, some = tiles == 1 ? all : std::clamp<int64_t>(kPanelBytes / of_panel, 4, 24) / 4 * 4;
+  for (int64_t p = 0; p < all; p += some) {
+    const int64_t panels = std::min(some, all - p), n = p * kPanelRows;
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t m = x.rows * tile / tiles, part = x.rows * (tile + 1) / tiles - m;
+      kByRows[part - 1](x.from(m), w + p * of_panel, scales.from(n), bias == nullptr ? bias : bias + n, y + m * size_out + n,
+                        size_out, panels);
+    }
+  }
+}
+
+}  // namespace
