@@ -50,9 +50,8 @@ CPU_HEADERS = (
     "panels.h",
     "tiles.h",
     "integer_tiles.h",
-    "int4_panels.h",
-    "int4_tiles.h",
-    "group_tiles.h",
+    "blocks.h",
+    "block_tiles.h",
 )
 VALUES = ("float", "c10::BFloat16", "c10::Half")
 CPU_FLAGS = (

@@ -8,9 +8,8 @@
 #include <vector>
 
 #include "int4_weight.h"
-#include "int4_tiles.h"
+#include "block_tiles.h"
 #include "integer_tiles.h"
-#include "group_tiles.h"
 
 namespace {
 
@@ -293,12 +292,10 @@ void multiply_int4_by_panels(const RowsOfProduct& call, const Value* x, const Pa
   const auto* w = static_cast<const char*>(call.weight->values) + call.first * call.size / 2;
   const int64_t columns = block_columns(call.size / scales.groups);
 #if defined(TIDE_AMX)
-  if (call.rows > kFewTokens && columns == kBlockColumns) {
-    const auto blocks = blocks_of<TileDigits>(x, call.input_id, call.rows, call.size, columns, kBlockTokens);
-    return multiply_int4_by_tiles(blocks, w, scales, bias, y, call.stride, call.count);
-  }
+  if (call.rows > kFewTokens && columns == kBlockColumns)
+    return multiply_by_block_tiles<Int4Tiles>(x, call.input_id, call.rows, call.size, w, scales, bias, y, call.stride, call.count);
 #endif
-  const auto blocks = blocks_of<BlockDigits>(x, call.input_id, call.rows, call.size, columns);
+  const auto blocks = blocks_of<Int4Digits>(x, call.input_id, call.rows, call.size, columns);
   multiply_int4_panels(blocks, w, scales, bias, y, call.stride, call.count);
 }
 
@@ -319,9 +316,9 @@ void multiply_by_panels(const RowsOfProduct& call, const Value* x, const Value* 
     if constexpr (std::is_same_v<Panel, BFloat16Panel>) {
       const auto run = call.rows == 1 ? multiply_row_by_panels : multiply_by_tiles;
       if (fit_tiles(call.size)) return run(x, call.input_id, call.rows, call.size, w, bias, y, call.stride, call.count);
-    } else if constexpr (kIsGrouped) {
-      if (fit_group_tiles(call.size, weight.groups))
-        return multiply_by_group_tiles(x, call.input_id, call.rows, call.size, w, scales, bias, y, call.stride, call.count);
+    } else if constexpr (kIsGrouped && std::is_same_v<Panel, Int8Panel>) {
+      return multiply_by_block_tiles<Int8Tiles>(x, call.input_id, call.rows, call.size, w, scales, bias, y, call.stride,
+                                                call.count);
     } else if constexpr (std::is_same_v<Panel, Int8Panel>) {
       if (fit_digits(call.size))
         return multiply_by_integer_tiles(x, call.input_id, call.rows, call.size, w, scales.values, bias, y, call.stride, call.count);

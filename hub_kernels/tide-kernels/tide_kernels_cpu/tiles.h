@@ -37,14 +37,15 @@ inline void multiply_tiles() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kTo), "i"(kInput), "i"(kWeight));
 }
 
-// Give this thread tiles of `rows` rows of the input and of sums.
-inline void configure_tiles(int64_t rows) {
+// Give this thread tiles of `rows` rows of the input, of some bytes, and of sums.
+inline void configure_tiles(int64_t rows, int64_t bytes = 64) {
   struct alignas(64) {
     uint8_t palette = 1, start = 0, unused[14] = {};
     uint16_t bytes[16] = {};
     uint8_t rows[16] = {};
   } config;
-  for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = i == kWeights || i == kWeights + 1 ? kTileRows : rows;
+  for (int i = 0; i < 8; ++i) config.bytes[i] = i < kWeights ? bytes : 64, config.rows[i] = rows;
+  for (int i = kWeights; i < kSums; ++i) config.rows[i] = bytes / 4;
   asm volatile("ldtilecfg %0" ::"m"(config));
 }
 inline void release_tiles() { asm volatile("tilerelease"); }

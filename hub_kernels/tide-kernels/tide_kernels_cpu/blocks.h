@@ -1,7 +1,8 @@
-// Products with panels of 4-bit integers in groups (`LinearWeight` in arguments.h), by instructions that multiply bytes. Each
-// block of 32 columns of the input is written in fixed point, with 24 bits for its largest value, as digits of 8 bits. So
-// weights are multiplied as they are stored, and sums of a block are exact: none depends on the order or the number of
-// rows. Fixed point loses about as much as sums in float32 do. See vectorized.h for `Value`.
+// Products with panels of integers in groups (`LinearWeight` in arguments.h), by instructions that multiply bytes. Each block of
+// 32 columns of the input is written in fixed point, with 24 bits for its largest value, as digits of 8 bits. So weights are
+// multiplied as they are stored, and sums of a block are exact: none depends on the order or the number of rows. Fixed
+// point loses about as much as sums in float32 do. Here are products with 4-bit integers; see block_tiles.h for AMX, and
+// vectorized.h for `Value`.
 #pragma once
 
 #include <cmath>
@@ -32,7 +33,8 @@ inline float power_of_two(int exponent) {
   return found;
 }
 
-// Round a block of a row of the input to fixed point, in the order of kByteColumns.
+// Round a block of a row of the input to fixed point, in the order of kByteColumns or of the columns.
+template <bool kInByteOrder>
 inline BlockFacts fixed_block(const Value* x, int64_t columns, int32_t* integers) {
   int32_t largest = 0;  // the bits of the largest value
   Floats sum(0.0f);
@@ -56,19 +58,24 @@ inline BlockFacts fixed_block(const Value* x, int64_t columns, int32_t* integers
   const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
   for (int i = 0; i < 2; ++i) {
     const __m512i found = _mm512_cvtps_epi32(values[i] * Floats(factor));
-    _mm512_store_si512(integers + 16 * i, _mm512_permutexvar_epi32(order, found));
+    _mm512_store_si512(integers + 16 * i, kInByteOrder ? _mm512_permutexvar_epi32(order, found) : found);
   }
 #else
-  for (int k = 0; k < kBlockColumns; ++k) integers[k] = std::lrintf(values[k / 8 * 8 + kByteColumns[k % 8]] * factor);
+  for (int k = 0; k < kBlockColumns; ++k)
+    integers[k] = std::lrintf(values[kInByteOrder ? k / 8 * 8 + kByteColumns[k % 8] : k] * factor);
 #endif
   return {largest < 0x7F800000 ? power_of_two(exponent - 23) : std::numeric_limits<float>::quiet_NaN(), total(sum)};
 }
 
+template <bool kOfBytes>
 struct BlockDigits {
+  static constexpr bool kInByteOrder = kOfBytes;
   int8_t values[kBlockDigits][kBlockColumns];
 };
+using Int4Digits = BlockDigits<true>;
 
-inline void write_digits(const int32_t* integers, BlockDigits& digits) {
+template <bool kInByteOrder>
+inline void write_digits(const int32_t* integers, BlockDigits<kInByteOrder>& digits) {
   for (int d = 0; d < kBlockDigits; ++d)
     for (int k = 0; k < kBlockColumns; ++k)  // no digit borrows from the next
       digits.values[d][k] = static_cast<int8_t>(((integers[k] + 0x808080) ^ 0x808080) >> 8 * d);
@@ -78,19 +85,19 @@ inline void write_digits(const int32_t* integers, BlockDigits& digits) {
 // adds those of bytes from 0 to 15 and four digits; `settled` gives sums of up to kBlockColumns columns.
 #if defined(CPU_CAPABILITY_AVX512)
 using Bytes = __m512i;
-using Digits = __m512i;
+using FourDigits = __m512i;
 using Sums = __m512i;
 inline Bytes lower_halves(const char* w) { return _mm512_and_si512(_mm512_loadu_si512(w), _mm512_set1_epi8(15)); }
 inline Bytes upper_halves(const char* w) {
   return _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(w), 4), _mm512_set1_epi8(15));
 }
 inline Sums no_sums() { return _mm512_setzero_si512(); }
-inline Digits four_digits(const int8_t* digits) {
+inline FourDigits four_digits(const int8_t* digits) {
   int32_t found;
   std::memcpy(&found, digits, sizeof(found));
   return _mm512_set1_epi32(found);
 }
-inline Sums add_products(Sums sums, Bytes w, Digits digits) {
+inline Sums add_products(Sums sums, Bytes w, FourDigits digits) {
 #if defined(__AVX512VNNI__)
   return _mm512_dpbusd_epi32(sums, w, digits);
 #else
@@ -111,7 +118,7 @@ constexpr int kBlockRows = 8;  // of the input at a time
 constexpr int block_panels(int rows) { return rows == 1 ? 4 : rows == 2 ? 3 : rows <= 4 ? 2 : 1; }
 #elif defined(CPU_CAPABILITY_AVX2)
 using Bytes = __m256i;
-using Digits = __m256i;
+using FourDigits = __m256i;
 using Sums = __m256i;
 inline Bytes lower_halves(const char* w) {
   return _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(w)), _mm256_set1_epi8(15));
@@ -121,12 +128,12 @@ inline Bytes upper_halves(const char* w) {
   return _mm256_and_si256(_mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(15));
 }
 inline Sums no_sums() { return _mm256_setzero_si256(); }
-inline Digits four_digits(const int8_t* digits) {
+inline FourDigits four_digits(const int8_t* digits) {
   int32_t found;
   std::memcpy(&found, digits, sizeof(found));
   return _mm256_set1_epi32(found);
 }
-inline Sums add_products(Sums sums, Bytes w, Digits digits) {
+inline Sums add_products(Sums sums, Bytes w, FourDigits digits) {
   return _mm256_add_epi16(sums, _mm256_maddubs_epi16(w, digits));
 }
 inline Sums settled(Sums sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
@@ -154,9 +161,9 @@ inline Bytes upper_halves(const char* w) {
   return halves(w, [](uint8_t byte) { return byte >> 4; });
 }
 inline Sums no_sums() { return {}; }
-using Digits = const int8_t*;
-inline Digits four_digits(const int8_t* digits) { return digits; }
-inline Sums add_products(Sums sums, const Bytes& w, Digits digits) {
+using FourDigits = const int8_t*;
+inline FourDigits four_digits(const int8_t* digits) { return digits; }
+inline Sums add_products(Sums sums, const Bytes& w, FourDigits digits) {
   for (int i = 0; i < Floats::size(); ++i)
     for (int k = 0; k < 4; ++k) sums.of[i] += w.of[i][k] * digits[k];
   return sums;
@@ -204,7 +211,7 @@ inline Blocks<Digits> blocks_of(const Value* given, int64_t input_id, int64_t ro
     for (int64_t m = 0; m < rows; ++m)
       for (int64_t b = 0; b < count; ++b) {
         alignas(64) int32_t integers[kBlockColumns];
-        facts[b * rows + m] = fixed_block(given + m * size + b * columns, columns, integers);
+        facts[b * rows + m] = fixed_block<Digits::kInByteOrder>(given + m * size + b * columns, columns, integers);
         write_digits(integers, digits[b * rows + m]);
       }
   }
@@ -219,7 +226,7 @@ inline int64_t blocks_ahead(int64_t b, int64_t size, int64_t panels) {
 
 // Multiply kRows rows of the input by kPanels panels; found (kRows, kPanels * kPanelRows).
 template <int kRows, int kPanels>
-void multiply_blocks(Blocks<BlockDigits> x, const char* w, const PanelScales& scales, float* found) {
+void multiply_blocks(Blocks<Int4Digits> x, const char* w, const PanelScales& scales, float* found) {
   constexpr int kRegisters = kPanels * kPerPanel;
   constexpr std::make_integer_sequence<int, kRows> kAllRows;
   constexpr std::make_integer_sequence<int, kRegisters> kAllRegisters;
@@ -245,7 +252,7 @@ void multiply_blocks(Blocks<BlockDigits> x, const char* w, const PanelScales& sc
       for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
         for_each(kAllDigits, [&](auto d) ALWAYS_INLINE {
           const int8_t* of = x.digits[m].values[d] + k;
-          const Digits first = four_digits(of), second = four_digits(of + 4);
+          const FourDigits first = four_digits(of), second = four_digits(of + 4);
           for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE {
             sums[m][r][d] = add_products(add_products(sums[m][r][d], low[r], first), high[r], second);
           });
@@ -273,7 +280,7 @@ constexpr auto blocks_by_panels(std::integer_sequence<int, kPanels...>) {
 
 // Multiply kRows rows of the input by `panels` panels, as many at a time as registers hold.
 template <int kRows>
-void multiply_blocks_by_panels(const Blocks<BlockDigits>& x, const char* w, PanelScales scales, const Value* bias, Value* y, int64_t size_out,
+void multiply_blocks_by_panels(const Blocks<Int4Digits>& x, const char* w, PanelScales scales, const Value* bias, Value* y, int64_t size_out,
                                int64_t panels) {
   constexpr int kAtOnce = block_panels(kRows);
   static constexpr auto kByPanels = blocks_by_panels<kRows>(std::make_integer_sequence<int, kAtOnce>());
@@ -292,7 +299,7 @@ constexpr auto digits_by_rows(std::integer_sequence<int, kRows...>) {
 }
 
 // Multiply all rows of the input by `count` rows of the weights, whole panels; y (rows, size_out).
-inline void multiply_int4_panels(const Blocks<BlockDigits>& x, const char* w, const PanelScales& scales, const Value* bias, Value* y,
+inline void multiply_int4_panels(const Blocks<Int4Digits>& x, const char* w, const PanelScales& scales, const Value* bias, Value* y,
                                  int64_t size_out, int64_t count) {
   static constexpr auto kByRows = digits_by_rows(std::make_integer_sequence<int, kBlockRows>());
   const int64_t of_panel = x.count * x.columns / Int4Panel::kStep * Int4Panel::kBytes, tiles = (x.rows + kBlockRows - 1) / kBlockRows;
