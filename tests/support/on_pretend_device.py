@@ -360,11 +360,17 @@ def attend_up_to(query, key, value, end, scale):
     return found.transpose(1, 2).contiguous()
 
 
-@pytest.mark.parametrize(("family", "pads", "reads"), [("llama", 0, True), ("llama", 2, False), ("mistral", 0, False)])
-def test_steps_read_the_number_of_filled_slots_where_masks_hide_nothing_else(family, pads, reads, monkeypatch):
+def replace_flash_decode(monkeypatch):
+    """Let this device have attention that reads the number of filled slots; return its calls."""
     calls = []
     monkeypatch.setattr(step_store, "can_flash_decode", lambda *_: True)
     monkeypatch.setattr(gqa_attention, "flash_decode", lambda *args: calls.append(0) or attend_up_to(*args))
+    return calls
+
+
+@pytest.mark.parametrize(("family", "pads", "reads"), [("llama", 0, True), ("llama", 2, False), ("mistral", 0, False)])
+def test_steps_read_the_number_of_filled_slots_where_masks_hide_nothing_else(family, pads, reads, monkeypatch):
+    calls = replace_flash_decode(monkeypatch)
     plain, model = two(family, attention="sdpa")
     for batch in (prompts(pads=pads), prompts(3, pads=2)):
         expected = answer(plain, batch, **GREEDY)
@@ -375,3 +381,22 @@ def test_steps_read_the_number_of_filled_slots_where_masks_hide_nothing_else(fam
         assert torch.equal(answer(model, there(batch), **GREEDY), expected)
         assert bool(calls) == (reads and len(expected) == 1)
         TIDEModelForCausalLM.detach(model)
+
+
+@pytest.mark.parametrize(("before", "captures"), [([], True), ([2100], False)])
+def test_a_chat_captures_nothing_once_its_buffers_are_large_enough(before, captures, monkeypatch):
+    """Each turn needs more slots than the one before; a call `before` may have needed many more."""
+    replace_flash_decode(monkeypatch)
+    plain, model = two("llama", attention="sdpa", max_position_embeddings=4096)
+    TIDEModelForCausalLM.attach(model, engine="compiled")
+    steps = use_steps(model, CapturedSteps(as_it_is, compile_graph=None))
+    found, options = [], {**GREEDY, "max_new_tokens": 8}
+    for length in [*before, 100, 500, 900]:
+        batch = prompts(length=length)
+        expected, prepared = answer(plain, batch, **options), steps.warm_up.num_prepared
+        use_drafter(model, "right", expected[:, length:].tolist(), width=3)
+        assert torch.equal(answer(model, there(batch), **options), expected)
+        found.append(steps.warm_up.num_prepared - prepared)
+    first, *others = found[len(before) :]
+    assert bool(first) == captures
+    assert not any(others)

@@ -196,7 +196,12 @@ def slots_for_now(filled: int, most: int) -> int:
     return slots - WIDEST
 
 
-def capacity_for(rows: int, slots: int) -> int:
-    """Capacity of the buffers for a call that may need `slots`, with room for one more pass."""
+def capacity_for(rows: int, slots: int, *, are_free: bool = False) -> int:
+    """Capacity of the buffers for a call that may need `slots`, with room for one more pass.
+
+    Where unfilled slots `are_free`, it is a power of two, so that the turns of a chat share buffers and graphs.
+    """
     needed = slots + WIDEST + (SPARE_SLOTS if rows > 1 else 0)
+    if are_free:
+        return max(FIRST_SLOTS, 1 << (needed - 1).bit_length())
     return -(-needed // BUCKET) * BUCKET

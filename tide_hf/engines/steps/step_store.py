@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.cache_utils import Cache
 
@@ -113,8 +113,9 @@ class StepStore:
     def buffers(self, like: Cache, rows: int, slots: int, kind: BufferKind) -> StepBuffers:
         """Buffers of at least `slots` slots and `rows` rows; call `refresh` first.
 
-        Existing buffers of up to twice as many slots and less than twice as many rows are reused, since unused slots
-        cost less than preparing further steps. `like` is the filled cache of the call.
+        Existing buffers of less than twice as many rows are reused, and of up to twice as many slots, or of any number
+        where unfilled slots take no time: unused ones cost less than preparing further steps. `like` is the filled
+        cache of the call.
         """
         first: Any = like.layers[0]
         key, alike = self._key_of(like, rows, slots, kind)
@@ -147,10 +148,11 @@ class StepStore:
     def _key_of(self, like: Cache, rows: int, slots: int, kind: BufferKind) -> tuple[tuple, list[tuple]]:
         """The key of the buffers to reuse or allocate, and the keys of all existing buffers that are large enough."""
         first: Any = like.layers[0]
-        capacity = capacity_for(rows, slots)
+        are_free = can_read_length(kind, first.keys)
+        capacity = capacity_for(rows, slots, are_free=are_free)
         others = (first.keys.dtype, len(like.layers), kind)
         alike = [key for key in self._buffers if key[2:] == others and key[0] >= rows and key[1] >= capacity]
-        near = [key for key in alike if key[0] < 2 * rows and key[1] <= 2 * capacity]
+        near = [key for key in alike if key[0] < 2 * rows and (are_free or key[1] <= 2 * capacity)]
         return min(near, default=(rows, capacity, *others)), alike
 
     def smaller(self, buffers: StepBuffers, rows: int) -> StepBuffers | None:
@@ -286,8 +288,8 @@ class CapturedSteps(StepStore):
         return step
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
-        compiled, keys = None, buffers.cache.layers[0].keys
-        may_read = buffers.kind.is_causal and can_flash_decode(buffers.device, keys.dtype, keys.shape[-1])
+        compiled, first = None, buffers.cache.layers[0]
+        may_read = can_read_length(buffers.kind, first.keys)
         with capturable_forward(buffers.parts.model, tokens), reading_lengths(may_read):
             if self.compiler is not None:
                 compiled = self.compiler.compile(function, buffers.state())
@@ -297,6 +299,11 @@ class CapturedSteps(StepStore):
             replay = self.make_replay(function, buffers.state(), buffers.device, self._pool)
         self._pool, replay.references = replay.pool, compiled
         return replay
+
+
+def can_read_length(kind: BufferKind, keys: Tensor) -> bool:
+    """Whether attention reads the number of filled slots on the device, so that unfilled ones take no time."""
+    return kind.is_causal and can_flash_decode(keys.device, keys.dtype, keys.shape[-1])
 
 
 def reserved_bytes(device: torch.device) -> int:
