@@ -32,6 +32,7 @@ from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
 from tide_hf.evaluation.benchmark import compare, tide_methods
 from tide_hf.evaluation.inspection import convergence_by_layer
 from tide_hf.logits_process import TIDELogitsProcessor
+from tide_hf.speculation.policy import CostTable
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8, "top_k": 20}
@@ -400,3 +401,18 @@ def test_a_chat_captures_nothing_once_its_buffers_are_large_enough(before, captu
     first, *others = found[len(before) :]
     assert bool(first) == captures
     assert not any(others)
+
+
+@pytest.mark.parametrize(("family", "widths"), [("llama", {1, 16}), ("qwen3_moe", {1, 2, 4, 8})])
+def test_an_answer_that_was_not_warmed_up_captures_few_widths(family, widths, monkeypatch):
+    """A wider pass costs next to nothing, but experts' weights are copied for each token."""
+    record = CostTable.record
+    monkeypatch.setattr(CostTable, "record", lambda table, key, *_, **__: record(table, key, 6.5 + 0.007 * key[1]))
+    plain, model = two(family)
+    batch, options = prompts(), {**GREEDY, "max_new_tokens": 100}
+    expected = answer(plain, batch, **options)
+    TIDEModelForCausalLM.attach(model, engine="compiled")
+    steps = use_steps(model, CapturedSteps(as_it_is, compile_graph=None))
+    assert torch.equal(answer(model, there(batch), **options), expected)
+    assert model.last_exit_stats.drafted > 0
+    assert {size for _, _, size in steps._steps} == widths

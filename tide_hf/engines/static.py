@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..base_model.unembed import top_tokens
 from ..speculation.drafts import Accepted, Draft
-from ..speculation.policy import TOP_DRAFTS, CostTable, step_width
+from ..speculation.policy import TOP_DRAFTS, CostTable
 from .eager import EagerEngine
 from .exit_passes import ExitPasses
 from .round_clock import RoundClock, timestamp
@@ -140,7 +140,8 @@ class StaticEngine:
 
     def costs_of(self, num_rows: int) -> CostTable:
         """Measured costs of steps over all rows of the buffers, since rows without a sequence run too."""
-        return self.eager.attachment.costs_of(self.buffers.rows, self.name, self.steps.widths)
+        attachment, device = self.eager.attachment, self.buffers.device
+        return attachment.costs_of(self.buffers.rows, self.name, device.type, self.steps.widths)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -194,11 +195,11 @@ class StaticEngine:
         return [[UNREAD] * num_tokens for _ in self.rows.own], []
 
     def verify(self, drafts: list[Draft]) -> StaticPass:
-        """Run one full-depth pass, padded to the next width that has a step; see `Engine.verify`."""
+        """Run one full-depth pass, padded to a width that has a step; see `Engine.verify`."""
         drafts = [Draft(draft.nodes[: WIDEST - 1]) if self.takes_trees else draft.chain() for draft in drafts]
         width = 1 + max(len(draft.nodes) for draft in drafts)
         self._inputs = [[last, *draft.tokens] for last, draft in zip(self.last_tokens, drafts, strict=True)]
-        self._width, first = step_width(width, self.steps.widths), 0
+        self._width, first = self.costs_of(len(drafts)).pass_width(width), 0
         depths = [self.eager.run.num_layers] * len(drafts)
         if self.exits is not None:
             self._logits = self.exits.run(self)
