@@ -150,7 +150,7 @@ class StaticEngine:
             with self.eager.running():
                 yield
         finally:
-            self.steps.let_go()
+            self.steps.let_go(self.buffers.device)
 
     def draft(
         self, exit_layer: int, drafted: list[list[int]], num_tokens: int = 1

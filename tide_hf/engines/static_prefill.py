@@ -43,7 +43,7 @@ def prefill_on_steps(
         return prompts, engine
     finally:
         if not keeps_steps:
-            steps.let_go()
+            steps.let_go(model.device)
 
 
 def prefill_without_steps(model: Any, attachment: Attachment, call: Call) -> tuple[Pass, EagerEngine]:

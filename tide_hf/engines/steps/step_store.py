@@ -63,16 +63,29 @@ class StepStore:
         self.warm_up = WarmUp(description, "steps")  # `warm_up.bytes` includes buffers
         self.reads, self.replays = 0, 0  # numbers of host synchronisations, and of steps run
         self.lock = Lock()  # held by the call that uses the steps
+        self._ended: tuple[torch.device, Any] | None = None  # the GPU of the last call, and an event after all its work
         self._free()
 
     def hold(self) -> bool:
-        """Let a call use the steps until it calls `let_go`, unless another call does; return whether it may."""
-        return self.lock.acquire(blocking=False)
+        """Let a call use the steps until it calls `let_go`, unless another call does; return whether it may.
 
-    def let_go(self) -> None:
-        """End what `hold` began."""
-        self.lock.release()
-        self._free_if_released()
+        Its work on a GPU comes after that of the last call, such as a pass that has run ahead in vain, on any stream.
+        """
+        if not self.lock.acquire(blocking=False):
+            return False
+        if self._ended is not None:
+            device, event = self._ended
+            torch.cuda.current_stream(device).wait_event(event)
+        return True
+
+    def let_go(self, device: torch.device) -> None:
+        """End what `hold` began, for a call on `device`."""
+        try:
+            if device.type == "cuda":
+                self._ended = device, torch.cuda.current_stream(device).record_event()
+        finally:
+            self.lock.release()
+            self._free_if_released()
 
     def release(self) -> None:
         """Free buffers and graphs; if a call uses them, at its end."""

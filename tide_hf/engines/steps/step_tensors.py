@@ -92,17 +92,16 @@ class StepTensors:
         self.parts, self.cache, self.device = parts, cache, first.keys.device
         self._bounds_positions = bounds_positions(parts.model.config.get_text_config())
         self._takes_positions = kind.position_shape is not None
-        leading, is_pinned, device = kind.position_shape or (), self.device.type == "cuda", self.device
+        leading, device, self._is_pinned = kind.position_shape or (), self.device, self.device.type == "cuda"
         # Start, draft steps, highest position, positions, last accepted, ids; for trees parents, depths, ancestors.
         num_ids, self._takes_trees = rows * WIDEST, kind.takes_trees
         sizes = (1, 1, 1, math.prod(leading) * rows, rows, num_ids, *([num_ids] * 3 if kind.takes_trees else []))
         with torch.inference_mode(False):
-            self._host_inputs = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=is_pinned)
             self.device_inputs = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
             self.mask = torch.ones((rows, first.keys.shape[2]), dtype=torch.int64, device=device)
             self.rejected = torch.zeros_like(self.mask) if kind.skips_rejected else None
             self._results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, device=device)
-            self._host_results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, pin_memory=is_pinned)
+            self._host_results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, pin_memory=self._is_pinned)
         inputs = self.device_inputs.split(sizes)
         self.start, self.num_drafted, self._highest_position, positions, self.last_accepted = inputs[:5]
         self._positions = positions.view(*leading, rows)
@@ -128,8 +127,9 @@ class StepTensors:
         last = last_kept if last_kept is not None else [0] * len(self.ids)
         by_kind = [position for kind in zip(*positions, strict=True) for position in kind]
         tree = _tree_inputs(parents or [CHAIN] * len(self.ids)) if self._takes_trees else []
-        self._host_inputs.copy_(torch.tensor([start, 0, highest_position, *by_kind, *last, *padded, *tree]))
-        self.device_inputs.copy_(self._host_inputs, non_blocking=True)
+        # In pinned memory of its own, which PyTorch keeps until it is copied: an earlier upload may not have been yet.
+        inputs = [start, 0, highest_position, *by_kind, *last, *padded, *tree]
+        self.device_inputs.copy_(torch.tensor(inputs, pin_memory=self._is_pinned), non_blocking=True)
 
     def tree(self, width: int) -> PassTree | None:
         """The tree that a pass over `width` tokens reads; `None` where passes read chains."""
