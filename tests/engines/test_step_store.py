@@ -36,6 +36,18 @@ def test_buffers_that_do_not_fit_into_memory_are_not_allocated(tiny_llama, monke
     assert "the call runs eagerly: K/V buffers of 607 slots would take" in caplog.text
 
 
+@pytest.mark.parametrize(("free_slots", "capacity"), [(4000, 1024), (1000, 256)])
+def test_slots_that_take_no_time_are_a_power_of_two_if_memory_holds_it(tiny_llama, monkeypatch, free_slots, capacity):
+    monkeypatch.setattr("tide_hf.engines.steps.step_store.can_flash_decode", lambda *_: True)
+    model = TIDEModelForCausalLM.attach(tiny_llama(), engine="compiled")
+    config = model.config
+    slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    monkeypatch.setattr("tide_hf.engines.steps.step_store.free_memory", lambda _: free_slots * slot)
+    steps = use_steps(model, CapturedSteps(as_it_is, None))
+    model.generate(IDS, **OPTIONS)
+    assert [buffers.capacity for buffers in steps._buffers.values()] == [capacity]
+
+
 class Refusing:
     """Refuses to capture the first steps, which run without a graph."""
 

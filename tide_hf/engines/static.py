@@ -22,10 +22,10 @@ from .exit_passes import ExitPasses
 from .round_clock import RoundClock, timestamp
 from .running_ahead import RunningAhead
 from .step_rows import StepRows
-from .steps.static_cache import StaticCacheSlots, copy_back
-from .steps.step_buffers import StepBuffers, slots_for_now
+from .steps.static_cache import FilledCache, StaticCacheSlots, copy_back
+from .steps.step_buffers import StepBuffers
 from .steps.step_store import StepStore
-from .steps.step_tensors import WIDEST, BufferKind
+from .steps.step_tensors import WIDEST
 
 UNREAD = -1  # stands for a draft token that the host has not read
 
@@ -86,26 +86,32 @@ class StaticEngine:
         steps: The steps of the model.
         exits: The passes of `early_exit`, if tokens may exit.
         rows: The sequences in the rows of the buffers.
-        kind: What the buffers are, besides their numbers of rows and slots.
+        filled: The cache that prefill has filled.
+        buffers: For its rows, to be filled.
     """
 
     def __init__(
-        self, eager: EagerEngine, steps: StepStore, exits: ExitPasses | None, rows: StepRows, kind: BufferKind
+        self,
+        eager: EagerEngine,
+        steps: StepStore,
+        exits: ExitPasses | None,
+        rows: StepRows,
+        filled: FilledCache,
+        buffers: StepBuffers,
     ) -> None:
-        self.eager, self.steps, self.exits, self.rows, self._kind = eager, steps, exits, rows, kind
-        self.name, self.reads_drafts, self.takes_trees = eager.name, steps.reads_drafts, kind.takes_trees
-        cache, mask, length = eager.slots.cache, eager.slots.mask, eager.slots.length
-        self.buffers: StepBuffers = steps.buffers(cache, len(rows.own), self._slots_needed(length), kind)
-        rows.move(self.buffers.rows)
+        self.eager, self.steps, self.exits, self.rows, self.buffers = eager, steps, exits, rows, buffers
+        self.name, self.reads_drafts, self.takes_trees = eager.name, steps.reads_drafts, buffers.kind.takes_trees
+        mask, length = eager.slots.mask, filled.length
+        rows.move(buffers.rows)
         mask = mask.cpu()[rows.sequences] if mask is not None else None
-        self.buffers.load(cache, length, mask, eager.head.prev_hidden_state if eager.head is not None else None)
+        buffers.load(filled, mask, eager.head.prev_hidden_state if eager.head is not None else None)
         self._slots = StaticCacheSlots(
-            self.buffers.cache,
+            buffers.cache,
             length,
             mask,
             eager.slots.compaction_threshold,
             torch.device("cpu"),
-            has_windows=eager.slots.has_windows and not kind.skips_rejected,
+            has_windows=eager.slots.has_windows and not buffers.kind.skips_rejected,
         )
         self._compactions, self._masked = 0, length  # number of compactions, and of slots, when the mask was written
         is_apart = not self.reads_drafts and exits is None and not eager.is_returned
@@ -280,9 +286,7 @@ class StaticEngine:
         """Upload the inputs of the round, which begin `back` tokens before the next one, and the `parents` in trees."""
         self._ahead.drop(self.rows)
         if not back and not self._slots.make_room(WIDEST):  # continue in buffers with more slots
-            length = self._slots.length
-            cache, rows = self.buffers.cache, len(self.rows.own)
-            self._move_to(self.steps.buffers(cache, rows, self._slots_needed(length), self._kind))
+            self._move_to(self._grown())
         is_compacted = self._slots.num_compactions > self._compactions
         if self._slots.rejected is not None or is_compacted:
             start = 0 if is_compacted else self._masked
@@ -295,10 +299,13 @@ class StaticEngine:
         self.buffers.tensors.write(start, positions, highest, self.rows.to_rows(ids), last_kept, parents)
         self.buffers.begin_round(after_passes=last_kept is not None)
 
-    def _slots_needed(self, filled: int) -> int:
-        """Slots for the answer; of buffers that grow, for its next part. `filled` are those of tokens so far."""
-        most = filled + self.rows.remaining
-        return slots_for_now(filled, most) if self.steps.grows else most
+    def _grown(self) -> StepBuffers:
+        """Buffers with slots for the next part of the answer."""
+        rows, kind, length = len(self.rows.own), self.buffers.kind, self._slots.length
+        is_spare = not self.steps.grows and rows == self.buffers.rows
+        filled = FilledCache(self.buffers.cache, length, is_spare)
+        slots = self.steps.slots_for(filled, rows, length + self.rows.remaining, kind)
+        return self.steps.buffers(filled, rows, slots, kind)
 
     def _move_to(self, buffers: StepBuffers) -> None:
         """Continue the unfinished sequences in other buffers."""

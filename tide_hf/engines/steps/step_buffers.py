@@ -19,7 +19,7 @@ from ...depth.masks import reading_tree
 from ...speculation.policy import TOP_DRAFTS
 from ..gqa_attention import attend_static, filled_up_to
 from .exit_steps import ExitSteps
-from .static_cache import fill, first_rows, static_cache, take_rows
+from .static_cache import FilledCache, fill, first_rows, static_cache, take_rows
 from .step_tensors import WIDEST, BufferKind, ModelParts, StepTensors
 
 BUCKET = 256  # slots; capacities are multiples of this, so that calls share buffers and graphs
@@ -32,7 +32,7 @@ class StepBuffers:
 
     Args:
         parts: The parts of the model that steps run.
-        like: A filled cache of the model, for shapes and dtypes.
+        like: A filled cache of the model, for shapes and dtypes; taken over where its memory is spare.
         rows: Number of sequences.
         capacity: Slots per sequence.
         kind: What the buffers are for.
@@ -42,13 +42,13 @@ class StepBuffers:
     def __init__(
         self,
         parts: ModelParts,
-        like: Cache,
+        like: FilledCache,
         rows: int,
         capacity: int,
         kind: BufferKind,
         shared: Cache | None = None,
     ) -> None:
-        first: Any = like.layers[0]
+        first: Any = like.cache.layers[0]
         self.parts, self.rows, self.capacity, self.kind, self.device = parts, rows, capacity, kind, first.keys.device
         self.cache = static_cache(like, rows, capacity) if shared is None else first_rows(shared, rows)
         self.tensors = StepTensors(parts, self.cache, rows, kind)
@@ -82,12 +82,12 @@ class StepBuffers:
         assert self.exits is not None  # these buffers have exit layers
         return self.exits
 
-    def load(self, source: Cache, length: int, mask: Tensor | None, prev_hidden_state: Tensor | None) -> None:
-        """Copy in a cache of `length` tokens, a (rows, length) mask and the head's previous hidden state.
+    def load(self, source: FilledCache, mask: Tensor | None, prev_hidden_state: Tensor | None) -> None:
+        """Copy in a cache, a mask (rows, length) and the head's previous hidden state.
 
         Cache and hidden state may have fewer rows than the buffers; they fill the first rows.
         """
-        fill(self.cache, source, length)
+        fill(self.cache, source)
         self.tensors.write_mask(mask, None)
         if prev_hidden_state is not None and self.head is not None:
             self.prev_hidden_state[: len(prev_hidden_state)] = prev_hidden_state
