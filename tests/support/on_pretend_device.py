@@ -384,6 +384,26 @@ def test_steps_read_the_number_of_filled_slots_where_masks_hide_nothing_else(fam
         TIDEModelForCausalLM.detach(model)
 
 
+def test_draft_steps_read_the_number_of_filled_slots_and_draft_the_same(monkeypatch):
+    plain, found, read = two("llama", attention="sdpa")[0], [], []
+    expected = answer(plain, prompts(), **GREEDY)
+    for reads in (False, True):
+        if reads:
+            monkeypatch.setattr(step_store, "can_flash_decode", lambda *_: True)
+            monkeypatch.setattr(
+                gqa_attention, "flash_decode", lambda *args: read.append(args[1].shape[2]) or attend_up_to(*args)
+            )
+        model = TIDEModelForCausalLM.attach(two("llama", attention="sdpa")[1], draft_head_for(plain), engine="compiled")
+        steps = use_steps(model, CapturedSteps(as_it_is, compile_graph=as_traced))
+        made = use_heads(model, 0)
+        assert torch.equal(answer(model, there(prompts()), **GREEDY), expected)
+        found.append(made[0].drafted)
+        [buffers] = steps._buffers.values()
+    assert found[0]
+    assert found[1] == found[0]
+    assert buffers.capacity - 1 in read  # draft steps leave the first token out
+
+
 @pytest.mark.parametrize(("before", "captures"), [([], True), ([2100], False)])
 def test_a_chat_captures_nothing_once_its_buffers_are_large_enough(before, captures, monkeypatch):
     """Each turn needs more slots than the one before; a call `before` may have needed many more."""

@@ -164,7 +164,10 @@ def attend(
 
 
 def attend_static(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of draft heads over a static cache, as [`draft_head.Attention`], within [`filled_up_to`]."""
+    """Attention of a draft step over a static cache, as [`draft_head.Attention`], within [`filled_up_to`]."""
+    end = _end_on_device.get()
+    if end is not None:  # of all filled slots but the first, whose token has no state of one before
+        return flash_decode(query, key[:, :, 1:], value[:, :, 1:], end - 1, None)
     found = None if mask is None else attend_grouped(query, key, value, mask, None, _num_filled.get())
     return draft_head.attend(query, key, value, mask) if found is None else found
 

@@ -11,8 +11,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+from transformers.cache_utils import Cache
 
 from ...base_model.unembed import addresses_of
 from ...common.memory import free_host_memory
@@ -167,7 +168,7 @@ class StepStore:
     def _key_of(self, like: FilledCache, rows: int, slots: int, kind: BufferKind) -> tuple[tuple, list[tuple]]:
         """The key of the buffers to reuse or allocate, and the keys of all existing buffers that are large enough."""
         first: Any = like.cache.layers[0]
-        are_free, capacity = can_read_length(kind, first.keys), capacity_for(rows, slots)
+        are_free, capacity = can_read_length(kind, like.cache), capacity_for(rows, slots)
         if are_free and self._can_allocate(like, rows, larger := capacity_for(rows, slots, are_free=True)):
             capacity = larger
         others = (first.keys.dtype, len(like.cache.layers), kind)
@@ -320,8 +321,8 @@ class CapturedSteps(StepStore):
         return slots
 
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
-        compiled, first = None, buffers.cache.layers[0]
-        may_read = can_read_length(buffers.kind, first.keys)
+        compiled = None
+        may_read = can_read_length(buffers.kind, buffers.cache)
         with capturable_forward(buffers.parts.model, tokens), reading_lengths(may_read):
             if self.compiler is not None:
                 compiled = self.compiler.compile(function, buffers.state())
@@ -333,9 +334,11 @@ class CapturedSteps(StepStore):
         return replay
 
 
-def can_read_length(kind: BufferKind, keys: Tensor) -> bool:
+def can_read_length(kind: BufferKind, cache: Cache) -> bool:
     """Whether attention reads the number of filled slots on the device, so that unfilled ones take no time."""
-    return kind.is_causal and can_flash_decode(keys.device, keys.dtype, keys.shape[-1])
+    layers: list[Any] = cache.layers  # of the model and of the draft head
+    kinds = {(layer.keys.device, layer.keys.dtype, layer.keys.shape[-1]) for layer in layers}
+    return kind.is_causal and all(can_flash_decode(*one) for one in kinds)
 
 
 def reserved_bytes(device: torch.device) -> int:
