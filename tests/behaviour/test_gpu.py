@@ -126,7 +126,10 @@ def test_one_launch_a_step_and_one_wait_a_round(options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("width", "filled", "slots"), [(1, 1, 64), (1, 200, 256), (4, 130, 256), (16, 500, 1024)])
+@pytest.mark.parametrize(
+    ("width", "filled", "slots"),
+    [(1, 1, 64), (1, 200, 256), (4, 130, 256), (16, 500, 1024), (4, 3000, 4096), (16, 17, 4096)],
+)
 def test_attention_reads_the_number_of_filled_slots_on_the_device(dtype, width, filled, slots):
     assert can_flash_decode(torch.device("cuda", 0), dtype, 128)
     query, key, value = (

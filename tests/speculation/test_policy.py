@@ -95,12 +95,12 @@ def test_passes_are_as_wide_as_costs_next_to_nothing(slope, padded):
 
 
 @pytest.mark.parametrize(
-    ("rows", "device", "slope"), [(1, "cuda", 0.001), (8, "cuda", 0.008), (999, "cuda", 0.1), (1, "cpu", 0.1)]
+    ("rows", "reads_once", "slope"), [(1, True, 0.001), (8, True, 0.008), (999, True, 0.1), (1, False, 0.1)]
 )
-def test_what_a_wider_pass_is_taken_to_cost_depends_on_the_kind_of_device(tiny_llama, rows, device, slope):
+def test_what_a_wider_pass_is_taken_to_cost_depends_on_the_device(tiny_llama, rows, reads_once, slope):
     attachment = TIDEModelForCausalLM.attach(tiny_llama())._tide
-    assert attachment.costs_of(999, "eager", device).slope == 0.1
-    assert attachment.costs_of(rows, "eager", device).slope == slope  # also where it has the measurements of more rows
+    assert attachment.costs_of(999, "eager", reads_once).slope == 0.1
+    assert attachment.costs_of(rows, "eager", reads_once).slope == slope  # also if it has measurements of more rows
 
 
 SURE, HALF, FALLING = [1.0] * 15, [0.5] * 15, [0.6, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01]

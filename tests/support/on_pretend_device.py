@@ -423,13 +423,17 @@ def test_a_chat_captures_nothing_once_its_buffers_are_large_enough(before, captu
     assert not any(others)
 
 
-@pytest.mark.parametrize(("family", "widths"), [("llama", {1, 16}), ("qwen3_moe", {1, 2, 4, 8})])
-def test_an_answer_that_was_not_warmed_up_captures_few_widths(family, widths, monkeypatch):
-    """A wider pass costs next to nothing, but experts' weights are copied for each token."""
+@pytest.mark.parametrize(
+    ("family", "length", "widths"),
+    [("llama", 8, {1, 16}), ("qwen3_moe", 8, {1, 2, 4, 8}), ("llama", 2100, {1, 2, 4, 8})],
+)
+def test_an_answer_that_was_not_warmed_up_captures_few_widths(family, length, widths, monkeypatch):
+    """A wider pass costs next to nothing, but experts' weights are copied, and many K/V are read, for each token."""
+    replace_flash_decode(monkeypatch)
     record = CostTable.record
     monkeypatch.setattr(CostTable, "record", lambda table, key, *_, **__: record(table, key, 6.5 + 0.007 * key[1]))
-    plain, model = two(family)
-    batch, options = prompts(), {**GREEDY, "max_new_tokens": 100}
+    plain, model = two(family, attention="sdpa", max_position_embeddings=4096)
+    batch, options = prompts(length=length), {**GREEDY, "max_new_tokens": 100}
     expected = answer(plain, batch, **options)
     TIDEModelForCausalLM.attach(model, engine="compiled")
     steps = use_steps(model, CapturedSteps(as_it_is, compile_graph=None))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..base_model.unembed import top_tokens
+from ..kernels.flash_decode import MANY_SLOTS
 from ..speculation.drafts import Accepted, Draft
 from ..speculation.policy import TOP_DRAFTS, CostTable
 from .eager import EagerEngine
@@ -146,8 +147,10 @@ class StaticEngine:
 
     def costs_of(self, num_rows: int) -> CostTable:
         """Measured costs of steps over all rows of the buffers, since rows without a sequence run too."""
-        attachment, device = self.eager.attachment, self.buffers.device
-        return attachment.costs_of(self.buffers.rows, self.name, device.type, self.steps.widths)
+        attachment, buffers = self.eager.attachment, self.buffers
+        reads_again = buffers.kind.is_causal and buffers.capacity > MANY_SLOTS
+        reads_once = buffers.device.type != "cpu" and not reads_again
+        return attachment.costs_of(buffers.rows, self.name, reads_once, self.steps.widths)
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -15,7 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
-PROBE = {"heads": 4, "kv_heads": 2, "width": 3, "slots": 96, "filled": 40}
+MANY_SLOTS = 2048  # beyond which each token of a pass is a sequence of its own, and reads K/V again
+PROBE = {"heads": 4, "kv_heads": 2, "width": 3}
+PROBED = ((96, 40), (2 * MANY_SLOTS, MANY_SLOTS + 40))  # slots, and how many of them are filled
 TOLERANCE = 0.03  # of values below 4, in half precision
 
 aten = torch.ops.aten
@@ -35,7 +37,11 @@ def flash_decode(query: Tensor, key: Tensor, value: Tensor, end: Tensor, scale: 
         (1, width, heads, size).
     """
     width, slots = query.shape[2], key.shape[2]
-    found: Tensor = torch.ops.tide_hf.flash_decode(query, key, value, end, *_ends(query.device, width, slots), scale)
+    # For several tokens of a sequence FlashAttention 2 has one block read all slots of a head, for a single one, where
+    # query heads share K/V, many blocks that read a part each.
+    sequences = width if slots > MANY_SLOTS and query.shape[1] > key.shape[1] else 1
+    ends = _ends(query.device, width, slots, sequences)
+    found: Tensor = torch.ops.tide_hf.flash_decode(query, key, value, end, *ends, scale)
     return found
 
 
@@ -44,7 +50,11 @@ def can_flash_decode(device: torch.device, dtype: torch.dtype, size: int) -> boo
     """Whether heads of this size can be attended to so on a device: where that gives what masked attention gives."""
     if device.type != "cuda" or dtype not in FLASH_DTYPES or size > MAX_HEAD_SIZE or size % 8:
         return False
-    heads, kv_heads, width, slots, filled = PROBE.values()
+    return all(_gives_the_same(device, dtype, size, *probed) for probed in PROBED)
+
+
+def _gives_the_same(device: torch.device, dtype: torch.dtype, size: int, slots: int, filled: int) -> bool:
+    heads, kv_heads, width = PROBE.values()
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, heads, width, size), *[(1, kv_heads, slots, size)] * 2)
     query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
@@ -60,27 +70,40 @@ def can_flash_decode(device: torch.device, dtype: torch.dtype, size: int) -> boo
 
 @cache
 @torch.inference_mode(False)  # graphs keep them
-def _ends(device: torch.device, width: int, slots: int) -> tuple[Tensor, Tensor]:
-    """Where the only sequence's queries and slots begin and end, (2,) int32 each."""
-    return tuple(torch.tensor([0, count], dtype=torch.int32, device=device) for count in (width, slots))  # type: ignore[return-value]
+def _ends(device: torch.device, width: int, slots: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each sequence's queries and slots begin and end, and by how many slots it ends before the last one.
+
+    Several sequences of one token read the same slots: all begin at the first, and none but by its length ends.
+    """
+    query_ends = range(0, width + 1, width // sequences)
+    slot_ends = [0, slots] if sequences == 1 else [0] * (sequences + 1)
+    missing = range(1 - sequences, 1)
+    return tuple(torch.tensor(ends, dtype=torch.int32, device=device) for ends in (query_ends, slot_ends, missing))  # type: ignore[return-value]
 
 
 # An op of its own, so that a trace needs to know no more of PyTorch's than the shape of its result.
 _ops = torch.library.Library("tide_hf", "FRAGMENT")
 _ops.define(
     "flash_decode(Tensor query, Tensor key, Tensor value, Tensor end, Tensor query_ends, Tensor slot_ends, "
-    "float? scale) -> Tensor"
+    "Tensor missing, float? scale) -> Tensor"
 )
 
 
 def _flash_decode(
-    query: Tensor, key: Tensor, value: Tensor, end: Tensor, query_ends: Tensor, slot_ends: Tensor, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    end: Tensor,
+    query_ends: Tensor,
+    slot_ends: Tensor,
+    missing: Tensor,
+    scale: float | None,
 ) -> Tensor:
     tokens, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
-    sizes: Any = (query.shape[2], key.shape[2])
+    sizes: Any = (query.shape[2] // len(missing), key.shape[2])
     # Without dropout, causal from the last filled slot on, without a mask for debugging.
     options = (*sizes, 0.0, True, False)
-    lengths = end.to(torch.int32).reshape(1)
+    lengths = end + missing  # int32, since `end` has no dimensions
     output = aten._flash_attention_forward(
         tokens, keys, values, query_ends, slot_ends, *options, scale=scale, seqused_k=lengths
     )[0]

@@ -55,8 +55,8 @@ class Attachment:
     needs_same_length: bool = False  # whether all rows must have one length, since the model counts cache slots
     takes_trees: bool = False  # whether the model's passes can verify trees of drafts, see `check_widths`
     strict: bool = False  # whether calls that `self_speculative` does not support raise, instead of decoding plainly
-    # Costs measured on this machine, by engine, kind of device, widths of passes, whether it upcasts, number of rows.
-    costs: dict[tuple[str, str, tuple[int, ...], bool, int], CostTable] = field(default_factory=dict)
+    # Costs measured on this machine, by the arguments of `costs_of`, and whether the machine upcasts.
+    costs: dict[tuple[str, bool, tuple[int, ...], bool, int], CostTable] = field(default_factory=dict)
     # The acceptance rate of each source and rank in earlier calls, by temperature (0: greedy).
     acceptances: dict[float, dict[Key, float]] = field(default_factory=dict)
     answers: AnswerMemory = field(default_factory=AnswerMemory)  # of earlier calls in `self_speculative`
@@ -79,24 +79,27 @@ class Attachment:
         """The exit threshold of calls that set none."""
         return float(self.config.exit_threshold) if self.exit_threshold is None else self.exit_threshold
 
-    def costs_of(self, num_rows: int, engine: str, device_type: str, widths: tuple[int, ...] = ()) -> CostTable:
-        """Measured costs of a batch of `num_rows`, at first copied from the next larger batch with known costs."""
-        kind = (engine, device_type, widths, upcasts())
+    def costs_of(self, num_rows: int, engine: str, reads_once: bool, widths: tuple[int, ...] = ()) -> CostTable:
+        """Measured costs of a batch of `num_rows`, at first copied from the next larger batch with known costs.
+
+        `reads_once`: whether passes over several tokens take the time to read weights and K/V once, as on accelerators.
+        """
+        kind = (engine, reads_once, widths, upcasts())
         key = (*kind, num_rows)
         if key not in self.costs:
             larger = [known for known in list(self.costs) if known[:-1] == kind and known[-1] > num_rows]
-            unmeasured = self.unmeasured_costs(num_rows, device_type, widths)
+            unmeasured = self.unmeasured_costs(num_rows, reads_once, widths)
             self.costs[key] = self.costs[min(larger)].resized(unmeasured.slope) if larger else unmeasured
         return self.costs[key]
 
-    def unmeasured_costs(self, num_rows: int, device_type: str, widths: tuple[int, ...]) -> CostTable:
+    def unmeasured_costs(self, num_rows: int, reads_once: bool, widths: tuple[int, ...]) -> CostTable:
         """Costs before any pass, proportional to the weights that it reads."""
         vocab_size, head = self.structure.vocab_size, self.draft_head
         chosen_from = self.config.draft_vocab_size if head is None else head.config.draft_vocab_size
         vocab_share = (chosen_from or vocab_size) / vocab_size
         slope = PRIOR_SLOPE
         weights = (weight for layer in self.structure.layers for weight in layer.parameters())
-        if device_type != "cpu" and all(map(_is_plain, weights)):
+        if reads_once and all(map(_is_plain, weights)):
             slope = min(slope, ACCELERATOR_SLOPE * num_rows)
         return CostTable(self.structure.num_layers, self.structure.head_share, vocab_share, widths, slope)
 
