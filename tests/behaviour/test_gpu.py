@@ -136,10 +136,10 @@ def test_attention_reads_the_number_of_filled_slots_on_the_device(dtype, width, 
         torch.randn(1, heads, length, 128, device="cuda", dtype=dtype)
         for heads, length in ((8, width), (2, slots), (2, slots))
     )
-    end = torch.tensor(filled, device="cuda")
-    mask = torch.arange(slots, device="cuda") < end - width + 1 + torch.arange(width, device="cuda")[:, None]
+    ends = torch.arange(filled - width + 1, filled + 1, dtype=torch.int32, device="cuda")
+    mask = torch.arange(slots, device="cuda") < ends[:, None]
     expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True, scale=0.1)
-    found = flash_decode(query, key, value, end, 0.1)
+    found = flash_decode(query, key, value, ends, 0.1)
     torch.testing.assert_close(found, expected.transpose(1, 2), atol=0.02, rtol=0.02)
 
 

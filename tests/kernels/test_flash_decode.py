@@ -21,6 +21,7 @@ class FlashAttention:
         assert seqused_k.dtype == query_ends.dtype == slot_ends.dtype == torch.int32
         assert len(slot_ends) == len(query_ends) == len(seqused_k) + 1
         self.most.append(most)
+        self.lengths = seqused_k
         found = torch.empty_like(query)
         for begin, end, first, length in zip(query_ends, query_ends[1:], slot_ends, seqused_k, strict=False):
             assert end - begin <= most
@@ -48,8 +49,10 @@ def test_beyond_many_slots_each_token_is_a_sequence_where_that_splits_keys(
     flash = FlashAttention()
     monkeypatch.setattr(module, "aten", SimpleNamespace(_flash_attention_forward=flash))
     query, key, value = (torch.randn(1, *shape, 8) for shape in ((4, width), (kv_heads, slots), (kv_heads, slots)))
-    mask = torch.arange(slots) <= filled - width + torch.arange(width)[:, None]
+    ends = torch.arange(filled - width + 1, filled + 1, dtype=torch.int32)
+    mask = torch.arange(slots) < ends[:, None]
     expected = scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True)
-    found = flash_decode(query, key, value, torch.tensor(filled), 0.3)
+    found = flash_decode(query, key, value, ends, 0.3)
     torch.testing.assert_close(found, expected.transpose(1, 2))
     assert flash.most == [1 if is_split else width]
+    assert flash.lengths.untyped_storage().data_ptr() == ends.untyped_storage().data_ptr()  # nothing is made of them

@@ -351,12 +351,11 @@ def test_an_mlp_with_quantised_weights_has_as_many_kernels_at_any_width(rows, ke
     assert found.kernels == kernels
 
 
-def attend_up_to(query, key, value, end, scale):
+def attend_up_to(query, key, value, ends, scale):
     """What FlashAttention gives that reads the number of filled slots on the device."""
-    width, slots = query.shape[2], torch.arange(key.shape[2], device=key.device)
-    ends = end - width + torch.arange(width, device=key.device)
+    slots = torch.arange(key.shape[2], device=key.device)
     found = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=slots <= ends[:, None], scale=scale, enable_gqa=True
+        query, key, value, attn_mask=slots < ends[:, None], scale=scale, enable_gqa=True
     )
     return found.transpose(1, 2).contiguous()
 

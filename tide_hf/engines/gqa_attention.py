@@ -45,7 +45,7 @@ _is_decode: ContextVar[bool] = ContextVar("is_decode", default=False)
 
 @contextmanager
 def filled_up_to(end: Tensor) -> Iterator[None]:
-    """Let [`attend`] read only the slots before `end`, a () int64 tensor; the mask has to hide all other slots.
+    """Let [`attend`] read only the slots before `end`, see `CachePosition`; the mask has to hide all other slots.
 
     On a GPU, `attend` reads all slots but within [`reading_lengths`], since the host does not know `end`.
     """

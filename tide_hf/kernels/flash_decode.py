@@ -23,14 +23,14 @@ TOLERANCE = 0.03  # of values below 4, in half precision
 aten = torch.ops.aten
 
 
-def flash_decode(query: Tensor, key: Tensor, value: Tensor, end: Tensor, scale: float | None) -> Tensor:
+def flash_decode(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None) -> Tensor:
     """Causal attention of the last tokens of one row; check [`can_flash_decode`] first.
 
     Args:
         query: (1, heads, width, size), of the tokens in the last filled slots.
         key: (1, KV heads, slots, size).
         value: As `key`.
-        end: () int64, the number of filled slots.
+        ends: (width,) int32, the number of filled slots once each token's are.
         scale: Of the scores; default: 1 / sqrt(size).
 
     Returns:
@@ -40,8 +40,8 @@ def flash_decode(query: Tensor, key: Tensor, value: Tensor, end: Tensor, scale: 
     # For several tokens of a sequence FlashAttention 2 has one block read all slots of a head, for a single one, where
     # query heads share K/V, many blocks that read a part each.
     sequences = width if slots > MANY_SLOTS and query.shape[1] > key.shape[1] else 1
-    ends = _ends(query.device, width, slots, sequences)
-    found: Tensor = torch.ops.tide_hf.flash_decode(query, key, value, end, *ends, scale)
+    bounds = _bounds(query.device, width, slots, sequences)
+    found: Tensor = torch.ops.tide_hf.flash_decode(query, key, value, ends[-sequences:], *bounds, scale)
     return found
 
 
@@ -58,10 +58,10 @@ def _gives_the_same(device: torch.device, dtype: torch.dtype, size: int, slots: 
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, heads, width, size), *[(1, kv_heads, slots, size)] * 2)
     query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    ends = torch.arange(filled - width, filled, device=device)
-    mask = torch.arange(slots, device=device) <= ends[:, None]
+    ends = torch.arange(filled - width + 1, filled + 1, dtype=torch.int32, device=device)
+    mask = torch.arange(slots, device=device) < ends[:, None]
     try:
-        found = flash_decode(query, key, value, torch.tensor(filled, device=device), None)
+        found = flash_decode(query, key, value, ends, None)
     except RuntimeError:  # this build or GPU has no such kernel
         return False
     expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
@@ -70,22 +70,21 @@ def _gives_the_same(device: torch.device, dtype: torch.dtype, size: int, slots: 
 
 @cache
 @torch.inference_mode(False)  # graphs keep them
-def _ends(device: torch.device, width: int, slots: int, sequences: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each sequence's queries and slots begin and end, and by how many slots it ends before the last one.
+def _bounds(device: torch.device, width: int, slots: int, sequences: int) -> tuple[Tensor, Tensor]:
+    """Where each sequence's queries and slots begin and end, (sequences + 1,) int32 each.
 
-    Several sequences of one token read the same slots: all begin at the first, and none but by its length ends.
+    Several sequences, of one token each, read the same slots: all begin at the first one, and their lengths end them.
     """
     query_ends = range(0, width + 1, width // sequences)
     slot_ends = [0, slots] if sequences == 1 else [0] * (sequences + 1)
-    missing = range(1 - sequences, 1)
-    return tuple(torch.tensor(ends, dtype=torch.int32, device=device) for ends in (query_ends, slot_ends, missing))  # type: ignore[return-value]
+    return tuple(torch.tensor(ends, dtype=torch.int32, device=device) for ends in (query_ends, slot_ends))  # type: ignore[return-value]
 
 
 # An op of its own, so that a trace needs to know no more of PyTorch's than the shape of its result.
 _ops = torch.library.Library("tide_hf", "FRAGMENT")
 _ops.define(
-    "flash_decode(Tensor query, Tensor key, Tensor value, Tensor end, Tensor query_ends, Tensor slot_ends, "
-    "Tensor missing, float? scale) -> Tensor"
+    "flash_decode(Tensor query, Tensor key, Tensor value, Tensor lengths, Tensor query_ends, Tensor slot_ends, "
+    "float? scale) -> Tensor"
 )
 
 
@@ -93,17 +92,15 @@ def _flash_decode(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    end: Tensor,
+    lengths: Tensor,
     query_ends: Tensor,
     slot_ends: Tensor,
-    missing: Tensor,
     scale: float | None,
 ) -> Tensor:
     tokens, keys, values = (part[0].transpose(0, 1) for part in (query, key, value))
-    sizes: Any = (query.shape[2] // len(missing), key.shape[2])
+    sizes: Any = (query.shape[2] // len(lengths), key.shape[2])
     # Without dropout, causal from the last filled slot on, without a mask for debugging.
     options = (*sizes, 0.0, True, False)
-    lengths = end + missing  # int32, since `end` has no dimensions
     output = aten._flash_attention_forward(
         tokens, keys, values, query_ends, slot_ends, *options, scale=scale, seqused_k=lengths
     )[0]

@@ -43,13 +43,18 @@ class CachePosition:
 
     start: Tensor  # () int64, the slot of the pass's first token
     slots: Tensor  # (width,) int64, the slots of the pass's tokens
-    end: Tensor  # () int64, the number of slots that are filled once the pass has stored its K/V
+    # The number of slots that are filled once the pass has stored its K/V: on a CPU () int64, on other devices (width,)
+    # int32 after each of its tokens, as attention reads it in every layer.
+    end: Tensor
 
     def move_to(self, start: Tensor, width: int) -> None:
         """Move to the `width` slots from `start` on."""
         self.start = start
         self.slots = start + torch.arange(width, device=start.device)
-        self.end = start + width
+        if start.device.type == "cpu":
+            self.end = start + width
+        else:
+            self.end = start + torch.arange(1, width + 1, dtype=torch.int32, device=start.device)
 
 
 class StaticKVLayer(CacheLayerMixin):
