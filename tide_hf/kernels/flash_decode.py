@@ -17,7 +17,6 @@ FLASH_DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
 MANY_SLOTS = 2048  # beyond which each token of a pass is a sequence of its own, and reads K/V again
 PROBE = {"heads": 4, "kv_heads": 2, "width": 3}
-PROBED = ((96, 40), (2 * MANY_SLOTS, MANY_SLOTS + 40))  # slots, and how many of them are filled
 TOLERANCE = 0.03  # of values below 4, in half precision
 
 aten = torch.ops.aten
@@ -36,11 +35,15 @@ def flash_decode(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale:
     Returns:
         (1, width, heads, size).
     """
-    width, slots = query.shape[2], key.shape[2]
     # For several tokens of a sequence FlashAttention 2 has one block read all slots of a head, for a single one, where
     # query heads share K/V, many blocks that read a part each.
-    sequences = width if slots > MANY_SLOTS and query.shape[1] > key.shape[1] else 1
-    bounds = _bounds(query.device, width, slots, sequences)
+    may_split = key.shape[2] > MANY_SLOTS and query.shape[1] > key.shape[1]
+    splits = may_split and can_split(query.device, query.dtype, query.shape[-1])
+    return _attend(query, key, value, ends, scale, query.shape[2] if splits else 1)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None, sequences: int) -> Tensor:
+    bounds = _bounds(query.device, query.shape[2], key.shape[2], sequences)
     found: Tensor = torch.ops.tide_hf.flash_decode(query, key, value, ends[-sequences:], *bounds, scale)
     return found
 
@@ -50,10 +53,20 @@ def can_flash_decode(device: torch.device, dtype: torch.dtype, size: int) -> boo
     """Whether heads of this size can be attended to so on a device: where that gives what masked attention gives."""
     if device.type != "cuda" or dtype not in FLASH_DTYPES or size > MAX_HEAD_SIZE or size % 8:
         return False
-    return all(_gives_the_same(device, dtype, size, *probed) for probed in PROBED)
+    can_split(device, dtype, size)  # asked now, since a probe cannot run while a step is captured
+    return _gives_the_same(device, dtype, size, slots=96, filled=40, sequences=1)
 
 
-def _gives_the_same(device: torch.device, dtype: torch.dtype, size: int, slots: int, filled: int) -> bool:
+@cache
+def can_split(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether each token of a pass may be a sequence of its own, likewise."""
+    filled = MANY_SLOTS + 40
+    return _gives_the_same(device, dtype, size, slots=2 * MANY_SLOTS, filled=filled, sequences=PROBE["width"])
+
+
+def _gives_the_same(
+    device: torch.device, dtype: torch.dtype, size: int, slots: int, filled: int, sequences: int
+) -> bool:
     heads, kv_heads, width = PROBE.values()
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, heads, width, size), *[(1, kv_heads, slots, size)] * 2)
@@ -61,7 +74,7 @@ def _gives_the_same(device: torch.device, dtype: torch.dtype, size: int, slots: 
     ends = torch.arange(filled - width + 1, filled + 1, dtype=torch.int32, device=device)
     mask = torch.arange(slots, device=device) < ends[:, None]
     try:
-        found = flash_decode(query, key, value, ends, None)
+        found = _attend(query, key, value, ends, None, sequences)
     except RuntimeError:  # this build or GPU has no such kernel
         return False
     expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True).transpose(1, 2)
