@@ -101,7 +101,8 @@ class StepTensors:
             self.mask = torch.ones((rows, first.keys.shape[2]), dtype=torch.int64, device=device)
             self.rejected = torch.zeros_like(self.mask) if kind.skips_rejected else None
             self._results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, device=device)
-            self._host_results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, pin_memory=self._is_pinned)
+            host: Any = {"device": "cpu", "pin_memory": self._is_pinned}
+            self._host_results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, **host)
         inputs = self.device_inputs.split(sizes)
         self.start, self.num_drafted, self._highest_position, positions, self.last_accepted = inputs[:5]
         self._positions = positions.view(*leading, rows)
@@ -129,7 +130,8 @@ class StepTensors:
         tree = _tree_inputs(parents or [CHAIN] * len(self.ids)) if self._takes_trees else []
         # In pinned memory of its own, which PyTorch keeps until it is copied: an earlier upload may not have been yet.
         inputs = [start, 0, highest_position, *by_kind, *last, *padded, *tree]
-        self.device_inputs.copy_(torch.tensor(inputs, pin_memory=self._is_pinned), non_blocking=True)
+        uploaded = torch.tensor(inputs, device="cpu", pin_memory=self._is_pinned)
+        self.device_inputs.copy_(uploaded, non_blocking=True)
 
     def tree(self, width: int) -> PassTree | None:
         """The tree that a pass over `width` tokens reads; `None` where passes read chains."""
