@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..speculation.policy import TOP_DRAFTS, CostTable
 from .eager import EagerEngine
 from .exit_passes import ExitPasses
 from .round_clock import RoundClock, timestamp
-from .running_ahead import RunningAhead
+from .running_ahead import PLAIN, Plan, RunningAhead
 from .step_rows import StepRows
 from .steps.static_cache import FilledCache, StaticCacheSlots, copy_back
 from .steps.step_buffers import StepBuffers
@@ -41,7 +42,8 @@ class StaticPass:
     _logits: Tensor
     _ids: Tensor  # (rows, at least width) that the pass has read
     _drafts: list[Draft]
-    _read: Callable[[Tensor | None], list[list[int]]]  # each row's tokens, and from `WIDEST` on those it has read
+    # Each row's tokens, and from `WIDEST` on those it has read. The flag: whether the tokens accepted are top-1 ones.
+    _read: Callable[[Tensor | None, bool], list[list[int]]]
     _results: list[list[int]] | None = None
 
     @property
@@ -63,16 +65,18 @@ class StaticPass:
     def drafts(self) -> list[Draft]:
         """What each row's pass has verified."""
         if any(UNREAD in draft.tokens for draft in self._drafts):
+            if self._results is None:
+                self._results = self._read(None, False)
             self._drafts = [
                 draft.with_tokens(found[WIDEST + 1 :][: len(draft.nodes)])
-                for draft, found in zip(self._drafts, self.tokens(), strict=True)
+                for draft, found in zip(self._drafts, self._results, strict=True)
             ]
         return self._drafts
 
     def tokens(self, chosen: Tensor | None = None) -> list[list[int]]:
         """Read the top-1 token at each position, or those `chosen`, and more beyond the width."""
         if self._results is None:
-            self._results = self._read(chosen)
+            self._results = self._read(chosen, chosen is None)
         return self._results
 
 
@@ -120,6 +124,8 @@ class StaticEngine:
         self._clock = RoundClock(self.costs_of, num_prepared=lambda: steps.warm_up.num_prepared)
         self._layers = 0
         self._num_drafted = 0  # draft steps since the last pass
+        self._plan: Plan = PLAIN  # of this round, if the host does not read drafts
+        self._drafts_at: tuple[Any, Any] = None, None  # timestamps before and after its draft steps
         self._width = 0  # of the last pass; 0 after prefill
         self._logits: Any = None
         self._inputs: list[list[int]] = []  # the tokens that the last pass read
@@ -195,13 +201,22 @@ class StaticEngine:
 
     def _draft_unread(self, exit_layer: int, num_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
         """Start a chain of draft steps whose tokens are read only when they are verified."""
-        self.upload([[token] for token in self.last_tokens])
+        self._plan = exit_layer, num_tokens
+        if self._ahead.take(self._plan, self._slots):
+            self._clock.begin(self._ahead.read_at)
+        else:
+            self.upload([[token] for token in self.last_tokens])
+            self._run_drafts(self._plan)
+        self._num_drafted = num_tokens
+        self._clock.note_unread(exit_layer, num_tokens, *self._drafts_at)
+        return [[UNREAD] * num_tokens for _ in self.rows.own], []
+
+    def _run_drafts(self, plan: Plan) -> None:
+        exit_layer, num_tokens = plan
         before = timestamp(self.buffers.device)
         for _ in range(num_tokens):
             self.run_step("draft", exit_layer)
-        self._num_drafted = num_tokens
-        self._clock.note_unread(exit_layer, num_tokens, before, timestamp(self.buffers.device))
-        return [[UNREAD] * num_tokens for _ in self.rows.own], []
+        self._drafts_at = before, timestamp(self.buffers.device)
 
     def verify(self, drafts: list[Draft]) -> StaticPass:
         """Run one full-depth pass, padded to a width that has a step; see `Engine.verify`."""
@@ -213,7 +228,7 @@ class StaticEngine:
         if self.exits is not None:
             self._logits = self.exits.run(self)
             depths, first = self.exits.exits, self.exits.current
-        elif width == 1 and self._ahead.take(self._slots):
+        elif width == 1 and self._ahead.take(PLAIN, self._slots):
             self._clock.begin(self._ahead.read_at)
         else:
             # Draft tokens that the host has not read are among the inputs of the draft steps.
@@ -236,21 +251,29 @@ class StaticEngine:
         self.steps.reads += 1
         return self.rows.from_rows(self.buffers.exit_steps.read())
 
-    def _read(self, chosen: Tensor | None) -> list[list[int]]:
-        """Wait for the results of this round for each sequence; the next pass may start before."""
+    def _read(self, chosen: Tensor | None, are_top: bool) -> list[list[int]]:
+        """Wait for the results of this round for each sequence; the next one may start before, if it is like this one.
+
+        `are_top`: whether the tokens that are accepted are the top-1 ones, as the device assumes then.
+        """
         if chosen is not None:
             self.buffers.tensors.set_results(self.rows.index, chosen)
-        starts = chosen is None and self.costs_of(len(self.rows.own)).drafting_paused
-        starts = starts and self._ahead.may_start(self._width, self.rows, self._slots)
-        results = self.rows.from_rows(self.steps.read(self.buffers, self._run_ahead if starts else None))
+        plan, is_paused = self._plan, self.costs_of(len(self.rows.own)).drafting_paused
+        starts = self._ahead.may_start(plan, self._width, self.rows, self._slots) and are_top
+        starts = starts and (is_paused if plan == PLAIN else not is_paused and plan[0] == self.head_layer)
+        results = self.steps.read(self.buffers, partial(self._run_ahead, plan) if starts else None)
         self._ahead.read_at = perf_counter()
-        return results
+        if starts:
+            self._ahead.start(plan, self._slots, results[0])
+        return self.rows.from_rows(results)
 
-    def _run_ahead(self) -> None:
-        """Start the next pass, without drafts."""
-        self.buffers.advance()
-        self._logits = self.run_step("verify", 1)
-        self._ahead.start(self._slots)
+    def _run_ahead(self, plan: Plan) -> None:
+        """Start the next round: its draft steps, or its pass without drafts."""
+        self.steps.advance(self.buffers)
+        if plan == PLAIN:
+            self._logits = self.run_step("verify", 1)
+        else:
+            self._run_drafts(plan)
 
     def commit(self, accepted: list[Accepted]) -> None:
         """Keep the K/V of the accepted tokens of the last pass; see `Engine.commit`."""
@@ -261,6 +284,7 @@ class StaticEngine:
             self.exits.commit(self.last_tokens)
         self._slots.commit(self._width, self.rows.to_rows([one.kept for one in accepted]))
         self._clock.end_round(self._width, len(accepted), is_full=self.exits is None)
+        self._plan = PLAIN
 
     def select(self, rows: list[int]) -> None:
         """Keep only these sequences: move them to existing smaller buffers, or else ignore the other rows."""

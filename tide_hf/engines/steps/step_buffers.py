@@ -6,6 +6,7 @@ a chain of draft steps and the verify pass need the host only to launch them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class StepBuffers:
                 self.last_hidden_states = torch.zeros(shape, **own)
                 self.prev_hidden_state = torch.zeros((rows, 1, parts.head_size), **own)
                 self.draft_hidden_state = torch.zeros_like(self.prev_hidden_state)
+        self.advancing: Callable[[], Any] | None = None  # how steps that can run ahead of the host run `advance`
         self.head: HeadRun | None = self._head_run() if kind.has_head else None
         self.exits = ExitSteps(self.tensors, kind.exit_layers) if kind.exit_layers else None
 
@@ -116,10 +118,9 @@ class StepBuffers:
         self.draft_hidden_state.copy_(self.prev_hidden_state)
 
     def advance(self) -> None:
-        """Make each row's top-1 token after its first one the input of the next pass, without the host."""
+        """Begin the next round as the host would after accepting the top-1 tokens; see `StepTensors.advance`."""
         self.tensors.advance()
-        if self.head is not None:
-            self.prev_hidden_state.copy_(self.last_hidden_states[:, :1])
+        self.begin_round(after_passes=True)
 
     def state(self) -> list[Tensor]:
         """The tensors that a trial run of a step changes and that have to be restored."""

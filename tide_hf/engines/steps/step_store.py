@@ -205,6 +205,10 @@ class StepStore:
         self.replays += 1
         return step
 
+    def advance(self, buffers: StepBuffers) -> None:
+        """Let the next step go on after what the last pass accepts, without the host; see `StepBuffers.advance`."""
+        raise NotImplementedError
+
     def read(self, buffers: StepBuffers, before_waiting: Callable[[], None] | None = None) -> list[list[int]]:
         """Wait for the steps' results and return them; see `StepTensors.read`."""
         self.reads += 1
@@ -332,6 +336,13 @@ class CapturedSteps(StepStore):
             replay = self.make_replay(function, buffers.state(), buffers.device, self._pool)
         self._pool, replay.references = replay.pool, compiled
         return replay
+
+    def advance(self, buffers: StepBuffers) -> None:
+        """See `StepStore.advance`; the graph is captured uncompiled, which takes milliseconds."""
+        if buffers.advancing is None:
+            replay = self.make_replay(buffers.advance, buffers.state(), buffers.device, self._pool)
+            self._pool, buffers.advancing = replay.pool, replay.run
+        buffers.advancing()
 
 
 def can_read_length(kind: BufferKind, cache: Cache) -> bool:

@@ -177,10 +177,14 @@ class StepTensors:
         return self._host_results.tolist()
 
     def advance(self) -> None:
-        """Make each row's top-1 token after its first one the input of the next pass, without the host."""
-        self.start.add_(1)
-        self._positions.add_(1)
-        self.ids[:, 0] = self._results[:, 0]
+        """Accept the tokens of draft steps that are the top-1 ones; let the next pass go on after them."""
+        is_drafted = torch.arange(1, WIDEST, device=self.device) <= self.num_drafted
+        is_right = (self._results[:, : WIDEST - 1] == self.ids[:, 1:]) & is_drafted
+        self.last_accepted.copy_(is_right.cumprod(dim=1).sum(dim=1))
+        self.start.add_(self.last_accepted[:1] + 1)  # the same in all rows, if there are several
+        self._positions.add_(self.last_accepted + 1)
+        self.ids[:, :1] = self._results.gather(1, self.last_accepted[:, None])
+        self.num_drafted.zero_()
 
     def forward(self, ids: Tensor, start: Tensor, offset: Tensor | int = 0) -> Any:
         """Run the model over (rows, width) tokens from slot `start` on, `offset` tokens after the first one."""
