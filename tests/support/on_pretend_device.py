@@ -26,7 +26,7 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.engines import gqa_attention
 from tide_hf.engines.steps import step_store
 from tide_hf.engines.steps.dequantised_products import reduce_products
-from tide_hf.engines.steps.graphs import lift_constants, traced
+from tide_hf.engines.steps.graphs import ONE_LAUNCH, lift_constants, traced
 from tide_hf.engines.steps.step_store import CapturedSteps
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
 from tide_hf.evaluation.benchmark import compare, tide_methods
@@ -366,6 +366,25 @@ def replace_flash_decode(monkeypatch):
     monkeypatch.setattr(step_store, "can_flash_decode", lambda *_: True)
     monkeypatch.setattr(gqa_attention, "flash_decode", lambda *args: calls.append(0) or attend_up_to(*args))
     return calls
+
+
+def attend_to_lengths(query, key, value, lengths, _query_ends, _slot_ends, scale):
+    """The op of that attention, for one sequence of several tokens."""
+    return attend_up_to(query, key, value, lengths - torch.arange(query.shape[2]).to(lengths).flip(0), scale)
+
+
+def test_a_layer_that_reads_lengths_launches_few_kernels(monkeypatch):
+    monkeypatch.setattr(step_store, "can_flash_decode", lambda *_: True)
+    with torch.library._scoped_library("tide_hf", "FRAGMENT") as ops:
+        ops.impl("flash_decode", attend_to_lengths, "PrivateUse1")
+        _, steps = on_steps_for_an_h100("llama")
+    layers = layers_of(steps)
+    assert len(layers) > 1  # of several widths
+    for code in layers:
+        assert code.text.count("= torch.ops.tide_hf.flash_decode.default(") == 1
+        assert code.products == 4
+        # The norms, RoPE with both K/V writes, the activation, the last sum.
+        assert code.kernels <= (5 if ONE_LAUNCH else 7)
 
 
 @pytest.mark.parametrize(("family", "pads", "reads"), [("llama", 0, True), ("llama", 2, False), ("mistral", 0, False)])
