@@ -18,7 +18,7 @@ from images import image_prompts, seeing_model
 from on_steps import FEW, as_traced, linear_heads, new_tokens, prompts, use_steps
 from pretend_device import NAME, Passes, answer, counts, there, two
 from quantized_weights import quantize, quantized
-from recorded import as_it_is
+from recorded import Recorder, as_it_is
 from torch.nn.functional import linear, silu
 from transformers import TextStreamer
 
@@ -387,18 +387,32 @@ def test_a_layer_that_reads_lengths_launches_few_kernels(monkeypatch):
         assert code.kernels <= (5 if ONE_LAUNCH else 7)
 
 
-@pytest.mark.parametrize(("family", "pads", "reads"), [("llama", 0, True), ("llama", 2, False), ("mistral", 0, False)])
-def test_steps_read_the_number_of_filled_slots_where_masks_hide_nothing_else(family, pads, reads, monkeypatch):
+@pytest.mark.parametrize("compile_graph", [as_traced, None])
+@pytest.mark.parametrize(
+    ("family", "attention", "pads", "reads"),
+    [
+        ("llama", "sdpa", 0, True),
+        ("llama", "eager", 0, False),
+        ("llama", "sdpa", 2, False),
+        ("mistral", "sdpa", 0, False),
+    ],
+)
+def test_steps_read_the_number_of_filled_slots_where_masks_hide_nothing_else(
+    family, attention, pads, reads, compile_graph, monkeypatch
+):
+    """Compiled or not; and buffers have many slots where that is so."""
     calls = replace_flash_decode(monkeypatch)
-    plain, model = two(family, attention="sdpa")
+    plain, model = two(family, attention=attention)
     for batch in (prompts(pads=pads), prompts(3, pads=2)):
         expected = answer(plain, batch, **GREEDY)
         calls.clear()
         TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="compiled")
-        use_steps(model, CapturedSteps(as_it_is, compile_graph=as_traced))
+        steps = use_steps(model, CapturedSteps(Recorder(), compile_graph))
         use_heads(model, 3, continuations=new_tokens(expected), kind="mixed")
         assert torch.equal(answer(model, there(batch), **GREEDY), expected)
         assert bool(calls) == (reads and len(expected) == 1)
+        [buffers] = steps._buffers.values()
+        assert step_store.can_read_length(buffers.kind, buffers.cache) == bool(calls)
         TIDEModelForCausalLM.detach(model)
 
 

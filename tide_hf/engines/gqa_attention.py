@@ -71,10 +71,15 @@ def reading_lengths(may_read: bool) -> Iterator[None]:
         _reads_lengths.reset(token)
 
 
+def is_replaced(model: PreTrainedModel) -> bool:
+    """Whether [`attend`] is a model's attention within [`gqa_attention`]."""
+    return _can_change(model) and attention_of(model.config.get_text_config()) == "sdpa"
+
+
 def can_skip_rejected(model: PreTrainedModel) -> bool:
     """Whether transformers makes the masks for this attention, which then skip what `masks.skipping_rejected` names."""
-    is_sdpa = _can_change(model) and attention_of(model.config.get_text_config()) == "sdpa"
-    return is_sdpa and type(model).__module__.startswith("transformers.")  # other code may make masks by itself
+    # Other code may make masks by itself.
+    return is_replaced(model) and type(model).__module__.startswith("transformers.")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ..speculation.protocols import Engine, Pass
 from ..weights.upcast import dtype_now
 from .eager import EagerEngine, prefill_eagerly
 from .exit_passes import ExitPasses
-from .gqa_attention import can_skip_rejected, gqa_attention
+from .gqa_attention import can_skip_rejected, gqa_attention, is_replaced
 from .static import StaticEngine
 from .step_rows import StepRows
 from .steps.static_cache import FilledCache, static_cache_bytes
@@ -94,7 +94,7 @@ def engine_on_steps(
         reason = "the model computes positions by itself" if is_filled else "some cache layers are empty"
         logger.info("the call runs eagerly after prefill: %s", reason)
         return _eager(eager, requires_steps)
-    is_causal = steps.reads_lengths and rows == 1 and (mask is None or bool(mask.all()))
+    is_causal = steps.reads_lengths and is_replaced(eager.model) and rows == 1 and (mask is None or bool(mask.all()))
     kind = BufferKind(
         position_shape=None if positions is None else tuple(positions.shape[:-1]),
         has_head=eager.head is not None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from ...base_model.unembed import DraftUnembed, Unembed
 from ...depth.masks import PassTree, current_tree, skipping_rejected
 from ...routers.routers import TIDERouters
 from ...weights.reading import WeightReading
+from ..gqa_attention import filled_up_to
 
 WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; passes of other widths are padded to the next larger width
 WIDEST = WIDTHS[-1]
@@ -61,7 +63,8 @@ class BufferKind:
         has_head: Whether the draft head drafts; its K/V are then the last layer of the cache.
         has_scores: Whether the exit score of each draft token is computed.
         exit_layers: Those at which tokens may exit in `early_exit`; none in other modes.
-        is_causal: Whether masks hide no more than unfilled slots and later tokens: of one row, without padding.
+        is_causal: Whether attention is ours, and masks hide no more than unfilled slots and later tokens: of one row,
+            without padding.
         skips_rejected: Whether windows skip rejected tokens, which the rows of a batch leave in the cache.
         takes_trees: Whether passes over several tokens read trees.
     """
@@ -199,7 +202,9 @@ class StepTensors:
             if self._bounds_positions:
                 positions = torch.minimum(positions, self._highest_position)
             inputs["position_ids"] = positions
-        with skipping_rejected(self.rejected):
+        # Uncompiled layers know the filled slots by this, compiled ones by an argument. A CPU's read all slots.
+        filled = filled_up_to(position.position.end) if self.device.type != "cpu" else nullcontext()
+        with filled, skipping_rejected(self.rejected):
             return self.parts.model(**without_router_loss(self.parts.model, inputs), return_dict=True)
 
 
