@@ -187,10 +187,14 @@ def lossless_eagerly(bench: Bench) -> dict[str, Any]:
 
 
 def replays(bench: Bench) -> dict[str, Any]:
-    """Milliseconds of each step that a warm-up prepares, replayed by itself: verify passes by width, draft steps."""
+    """Milliseconds of each step, replayed by itself: verify passes by width, draft steps that a warm-up prepares."""
     bench.attach(bench.routers, engine=bench.engine)
     bench.model.tide_warm_up(max_length=bench.options.prompt + bench.options.tokens)
     steps = bench.model._tide.engines["compiled"].steps[bench.model.device.type]
+    with torch.no_grad():
+        for buffers in steps._buffers.values():
+            for width in steps.widths:  # of which a warm-up prepares those that passes are padded to
+                steps.run(buffers, "verify", width)
     times = {
         f"{kind} {size}, {buffers.rows} x {buffers.capacity}": milliseconds(step.replay.run, bench.model.device)
         for (buffers, kind, size), step in steps._steps.items()

@@ -41,6 +41,8 @@ def facts(rehearse: bool) -> dict[str, Any]:
     order: Any = getattr(torch._C, "_get_sdp_priority_order", list)
     source = torch.ones(size // 4, device=DEVICE)
     read = milliseconds(source.sum, torch.device(DEVICE))
+    heads = torch.ones(1, 1, 8, HEAD_SIZE, device=DEVICE)
+    scaled_dot_product_attention(heads, heads, heads)  # the first call sets the order for this GPU
     found = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,

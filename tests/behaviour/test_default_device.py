@@ -1,7 +1,10 @@
-"""Measurements and probes on the CPU make their tensors there, whatever the default device is."""
+"""Measurements, probes and uploads make their tensors on the CPU, whatever the default device is."""
 
 import pytest
 import torch
+from drafters import use_drafter
+from families import tiny_model
+from on_steps import OPTIONS, attach_captured, new_tokens, prompts
 from torch import nn
 
 from tide_hf.base_model.unembed import unembed_hash
@@ -31,3 +34,13 @@ def test_attention_is_measured_on_the_cpu(monkeypatch):
     with ELSEWHERE:
         attention._measure(torch.float32)
     assert set(devices) == {"cpu"}
+
+
+def test_steps_upload_from_the_cpu_and_read_there():
+    model, batch = tiny_model("llama"), prompts()
+    expected = model.generate(**batch, **OPTIONS)
+    attach_captured(model)
+    use_drafter(model, "mixed", new_tokens(expected))
+    with ELSEWHERE:
+        assert torch.equal(model.generate(**batch, **OPTIONS), expected)
+    assert model.last_exit_stats.drafted > 0

@@ -126,17 +126,20 @@ def test_one_launch_a_step_and_one_wait_a_round(options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("width", "filled", "slots"), [(1, 1, 64), (1, 200, 256), (4, 130, 256), (16, 500, 1024)])
+@pytest.mark.parametrize(
+    ("width", "filled", "slots"),
+    [(1, 1, 64), (1, 200, 256), (4, 130, 256), (16, 500, 1024), (4, 3000, 4096), (16, 17, 4096)],
+)
 def test_attention_reads_the_number_of_filled_slots_on_the_device(dtype, width, filled, slots):
     assert can_flash_decode(torch.device("cuda", 0), dtype, 128)
     query, key, value = (
         torch.randn(1, heads, length, 128, device="cuda", dtype=dtype)
         for heads, length in ((8, width), (2, slots), (2, slots))
     )
-    end = torch.tensor(filled, device="cuda")
-    mask = torch.arange(slots, device="cuda") < end - width + 1 + torch.arange(width, device="cuda")[:, None]
+    ends = torch.arange(filled - width + 1, filled + 1, dtype=torch.int32, device="cuda")
+    mask = torch.arange(slots, device="cuda") < ends[:, None]
     expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True, scale=0.1)
-    found = flash_decode(query, key, value, end, 0.1)
+    found = flash_decode(query, key, value, ends, 0.1)
     torch.testing.assert_close(found, expected.transpose(1, 2), atol=0.02, rtol=0.02)
 
 

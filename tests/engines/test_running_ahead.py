@@ -1,17 +1,19 @@
-"""Passes that start before the host has read the last one, where nothing is drafted."""
+"""Steps that start before the host has read the last pass: a pass without drafts, or the draft head's steps."""
 
 import pytest
 import torch
 from draft_heads import draft_head_for
-from drafters import ScriptedDrafter, use_heads
+from drafters import HeadDrafter, ScriptedDrafter, use_heads
 from families import VOCAB, tiny_model
 from on_steps import LAYERS, NEW, OPTIONS, PROMPT, attach_captured, linear_heads, new_tokens, prompts
 
 from tide_hf.base_model.structure import CACHE
 from tide_hf.common.errors import UnsupportedOptionError
+from tide_hf.engines.running_ahead import RunningAhead
 from tide_hf.engines.static import StaticEngine
-from tide_hf.engines.steps.step_buffers import BUCKET, SPARE_SLOTS
+from tide_hf.engines.steps.step_buffers import BUCKET, SPARE_SLOTS, StepBuffers
 from tide_hf.engines.steps.step_tensors import WIDEST
+from tide_hf.speculation.acceptance import ExactAcceptance
 from tide_hf.speculation.drafters import NoDrafter
 from tide_hf.speculation.drafts import Draft
 from tide_hf.speculation.policy import CostTable
@@ -70,6 +72,10 @@ def test_no_pass_runs_ahead_where_its_results_would_be_in_the_way(option, upload
     model, batch, expected, _ = without_drafts("llama", draft_head_for)
     found = model.generate(**batch, **{**OPTIONS, option: True})
     assert len(uploads) == NEW - 1
+    made = use_heads(model, 0)
+    uploads.clear()
+    model.generate(**prompts(), **{**OPTIONS, option: True})
+    assert len(uploads) == made[0].rounds
     if option == "return_dict_in_generate":
         assert torch.equal(found.sequences, expected)
         assert found[CACHE].get_seq_length() == expected.shape[1] - 1
@@ -150,3 +156,102 @@ def test_learned_positions_end_where_they_ended(uploads):
     assert len(uploads) == 1
     with pytest.raises(UnsupportedOptionError, match="learned positions"):
         model.generate(**prompts(), **{**OPTIONS, "max_new_tokens": 10})
+
+
+def let_the_head_be_right(monkeypatch, answer, how_often):
+    """Let the draft head draft the tokens of an answer to one prompt at `how_often` of 5 places, else its own."""
+    script, draft = torch.tensor(answer), StepBuffers._draft_with
+
+    def draft_with(self, head):
+        top, scores = draft(self, head)
+        place = (self.tensors.start + self.tensors.num_drafted - PROMPT + 1).clamp(max=len(script) - 1)
+        return torch.where(place % 5 < how_often, script[place], top), scores
+
+    monkeypatch.setattr(StepBuffers, "_draft_with", draft_with)
+
+
+class InTurn(HeadDrafter):
+    """Drafts with the head and by script, some tokens or none, in turn."""
+
+    ROUNDS = (3, 3, 3, "script", 3, 3, 2, 2, 2, 0, 2, 2, 2, 0, 0, 0)
+
+    def __init__(self, answer, *args):
+        super().__init__(*args)
+        self.script = ScriptedDrafter("mixed", [answer], VOCAB)
+
+    def draft(self, rows, limits):
+        turn = self.ROUNDS[self.rounds % len(self.ROUNDS)]
+        self.rounds += 1
+        if turn == "script":
+            return self.script.draft(rows, limits)
+        return [Draft().add(tokens, "head", 0) for tokens in self._draft_unread(0, [min(turn, limits[0])])]
+
+    def observe(self, row, draft, accepted):
+        super().observe(row, draft, accepted)
+        self.script.generated[row] += len(accepted.tokens)
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("how_often", [0, 3, 5])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "opt"])  # whose embeddings are narrower
+def test_draft_steps_run_ahead_and_draft_what_they_would_have_drafted(family, how_often, in_turn, paused, monkeypatch):
+    model, options = tiny_model(family), {**OPTIONS, "max_new_tokens": 60}
+    expected = model.generate(**prompts(), **options)
+    answer = expected[0, PROMPT:].tolist()
+    attach_captured(model, draft_head_for(model))
+    let_the_head_be_right(monkeypatch, answer, how_often)
+    may_start, found, started = RunningAhead.may_start, [], []
+    for runs_ahead in (False, True):
+        monkeypatch.setattr(
+            RunningAhead,
+            "may_start",
+            lambda *args, may=runs_ahead: started.append(may and may_start(*args)) or started[-1],
+        )
+        made = use_heads(model, 0, width=3)
+        if in_turn:
+            model._tide.make_drafter = lambda _, call, engine, made=made: (
+                made.append(InTurn(answer, call.prompts, engine, 0, 3)) or made[-1]
+            )
+        assert torch.equal(model.generate(**prompts(), **options), expected)
+        found.append(made[0].drafted)
+    assert found[0]
+    assert found[1] == found[0]
+    assert sum(started) >= len(found[0]) // 4
+
+
+def test_padding_that_happens_to_be_right_is_not_accepted(uploads, monkeypatch):
+    model = tiny_model("llama")
+    torch.nn.init.zeros_(model.lm_head.weight)  # all tokens of the answer are equal, and so is the padding of a pass
+    options = {**OPTIONS, "max_new_tokens": 60}
+    expected = model.generate(**prompts(), **options)
+    attach_captured(model, draft_head_for(model))
+    let_the_head_be_right(monkeypatch, expected[0, PROMPT:].tolist(), 5)
+    made = use_heads(model, 0, width=2)
+    assert torch.equal(model.generate(**prompts(), **options), expected)
+    assert len(made[0].drafted) >= 19
+    assert len(uploads) <= 4  # in the first two rounds, and the last ones
+
+
+class OneToken(ExactAcceptance):
+    """Takes one token a round, whatever is right."""
+
+    def limit(self, row):
+        return min(1, super().limit(row))
+
+
+class Unlimited(HeadDrafter):
+    """Drafts as much in each round."""
+
+    def draft(self, rows, limits):
+        return super().draft(rows, [self.width])
+
+
+def test_draft_steps_are_dropped_that_went_on_after_other_tokens_than_were_accepted(uploads, monkeypatch):
+    model = tiny_model("llama")
+    expected = model.generate(**prompts(), **OPTIONS)
+    attach_captured(model, draft_head_for(model))
+    let_the_head_be_right(monkeypatch, expected[0, PROMPT:].tolist(), 5)
+    model._tide.make_drafter = lambda _, call, engine: Unlimited(call.prompts, engine, 0, 2)
+    model._tide.make_rule = OneToken
+    assert torch.equal(model.generate(**prompts(), **OPTIONS), expected)
+    assert len(uploads) == NEW - 1

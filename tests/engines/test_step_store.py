@@ -36,6 +36,18 @@ def test_buffers_that_do_not_fit_into_memory_are_not_allocated(tiny_llama, monke
     assert "the call runs eagerly: K/V buffers of 607 slots would take" in caplog.text
 
 
+@pytest.mark.parametrize(("free_slots", "capacity"), [(4000, 1024), (1000, 256)])
+def test_slots_that_take_no_time_are_a_power_of_two_if_memory_holds_it(tiny_llama, monkeypatch, free_slots, capacity):
+    monkeypatch.setattr("tide_hf.engines.steps.step_store.can_flash_decode", lambda *_: True)
+    model = TIDEModelForCausalLM.attach(tiny_llama(), engine="compiled")
+    config = model.config
+    slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    monkeypatch.setattr("tide_hf.engines.steps.step_store.free_memory", lambda _: free_slots * slot)
+    steps = use_steps(model, CapturedSteps(as_it_is, None))
+    model.generate(IDS, **OPTIONS)
+    assert [buffers.capacity for buffers in steps._buffers.values()] == [capacity]
+
+
 class Refusing:
     """Refuses to capture the first steps, which run without a graph."""
 
@@ -78,6 +90,64 @@ def test_released_steps_may_be_captured_again(tiny_llama):
     assert steps.refused is None
     model.generate(IDS, **OPTIONS)
     assert steps.replays > replays[1]
+
+
+class Stream:
+    """A stand-in for a stream of CUDA, whose event is the stream itself."""
+
+    def __init__(self):
+        self.waited_for = []
+
+    def record_event(self):
+        return self
+
+    def wait_event(self, event):
+        self.waited_for.append(event)
+
+
+def test_a_call_on_another_stream_waits_for_what_the_last_one_left_running(monkeypatch):
+    first, second = Stream(), Stream()
+    steps, device = CapturedSteps(as_it_is, None), torch.device("cuda", 0)
+    for stream in (first, second):
+        monkeypatch.setattr("torch.cuda.current_stream", lambda _, stream=stream: stream)
+        assert steps.hold()
+        assert not steps.hold()
+        steps.let_go(device)
+    assert (first.waited_for, second.waited_for) == ([], [first])
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 6])  # without and with passes after prefill
+def test_steps_are_told_the_device_of_each_call(tiny_llama, monkeypatch, max_new_tokens):
+    devices, let_go = [], CapturedSteps.let_go
+    monkeypatch.setattr(CapturedSteps, "let_go", lambda steps, device: (devices.append(device), let_go(steps, device)))
+    model = TIDEModelForCausalLM.attach(tiny_llama(), engine="compiled")
+    use_steps(model, CapturedSteps(as_it_is, None))
+    model.generate(IDS, **{**OPTIONS, "max_new_tokens": max_new_tokens})
+    assert devices == [model.device]
+
+
+class LateCopies:
+    """Inputs on a device that is busy: what is copied to them is read once the host has gone on."""
+
+    def __init__(self):
+        self.sources = []
+
+    def copy_(self, source, non_blocking):
+        assert non_blocking
+        self.sources.append(source)
+
+
+def test_an_upload_leaves_alone_what_an_earlier_one_has_yet_to_copy(tiny_llama):
+    model = TIDEModelForCausalLM.attach(tiny_llama(), engine="compiled")
+    steps = use_steps(model, CapturedSteps(as_it_is, None))
+    model.generate(IDS, **OPTIONS)
+    [buffers] = steps._buffers.values()
+    tensors = buffers.tensors
+    tensors.device_inputs = LateCopies()
+    for token in (5, 7):
+        tensors.write(3, [[3]], 99, [[token]], None)
+    for token, source in zip((5, 7), tensors.device_inputs.sources, strict=True):
+        assert token in source.tolist()
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from on_steps import attach_without_compiler
 from transformers import AutoModelForCausalLM
 
 from examples.benchmarks import disagreement, gpu_lines, gpu_speed, precision, pypi_models
 from examples.benchmarks.common import FOLDER
-from tide_hf import TIDERouters
+from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.calibration.text import draw_prompts
 from tide_hf.common.errors import DemoModelError, MissingPackageError, ModelNotFoundError
 from tide_hf.hub import gguf
@@ -44,6 +45,15 @@ def test_the_gpu_benchmark_reports_how_near_a_tie_different_tokens_are(tiny_llam
     (best, second), (_, rival) = (part.tolist() for part in bench.model(text).logits[0, -1].topk(2))
     (found,) = bench.divergences(inputs, [expected[0], [*expected[1][:3], rival, 0]])
     assert (found["position"], found["lead"]) == (3, pytest.approx(best - second))
+
+
+def test_passes_of_all_widths_are_replayed_though_calls_are_padded_to_few(tiny_llama, monkeypatch):
+    monkeypatch.setattr("tide_hf.speculation.attachment.PRIOR_SLOPE", 0.001)  # as on a GPU
+    monkeypatch.setattr(TIDEModelForCausalLM, "attach", attach_without_compiler)
+    monkeypatch.setattr(gpu_lines, "CALLS", 1)
+    bench = gpu_lines.Bench(tiny_llama(), None, argparse.Namespace(prompt=8, tokens=60), "compiled")
+    found = gpu_lines.replays(bench)["replays_ms"]
+    assert [name.split(",")[0] for name in found] == [f"verify {width}" for width in (1, 2, 4, 8, 16)]
 
 
 def test_the_page_has_what_exits_with_the_draft_head_took():

@@ -4,8 +4,9 @@ import json
 import tarfile
 
 import pytest
+import torch
 
-from examples.benchmarks import gpu
+from examples.benchmarks import gpu, gpu_probe
 from examples.benchmarks.gpu import Step
 
 
@@ -38,6 +39,13 @@ def test_only_the_steps_that_are_named_run_while_there_is_time(tmp_path):
     assert gpu.main([str(tmp_path), "--rehearse", "--steps", "facts", "--seconds", "-1"]) == 1
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == {"facts": {"status": "no time left"}}
+
+
+def test_the_order_of_attention_kernels_is_read_after_a_first_call_has_set_it(monkeypatch):
+    order, attend = [1, 2, 0], gpu_probe.scaled_dot_product_attention
+    monkeypatch.setattr(torch._C, "_get_sdp_priority_order", lambda: order, raising=False)
+    monkeypatch.setattr(gpu_probe, "scaled_dot_product_attention", lambda *args: order.insert(0, 3) or attend(*args))
+    assert gpu_probe.facts(rehearse=True)["attention_order"] == [3, 1, 2, 0]
 
 
 @pytest.mark.slow

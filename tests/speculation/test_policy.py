@@ -8,6 +8,7 @@ import pytest
 from interruptions import in_three_threads
 from simulated_machine import Machine, costs_of_tokens
 
+from tide_hf import TIDEModelForCausalLM
 from tide_hf.speculation.policy import (
     COMPARABLE,
     FORGET_AFTER,
@@ -81,9 +82,25 @@ def test_a_pass_costs_what_the_step_it_is_padded_to_costs():
     table = costs({2: 10.5, 8: 20.0}, widths=(1, 2, 8))
     assert [table.verify(width) for width in (1, 2, 3, 4, 8)] == [10.0, 10.5, 20.0, 20.0, 20.0]
     assert table.verify(9) == math.inf  # there is no such step
-    assert table.resized().verify(3) == table.resized().verify(8)
+    assert table.resized(0.1).verify(3) == table.resized(0.1).verify(8)
     assert planned(table, [0.3, 0.2]) == 2  # two tokens would take the step of eight
     assert planned(table, [1.0] * 15) == 8
+
+
+@pytest.mark.parametrize(("slope", "padded"), [(0.1, [1, 2, 4, 8]), (0.001, [1, 16, 16, 16]), (0.005, [1, 2, 4, 16])])
+def test_passes_are_as_wide_as_costs_next_to_nothing(slope, padded):
+    table = costs(widths=(1, 2, 4, 8, 16), slope=slope)
+    assert [table.pass_width(width) for width in (1, 2, 3, 7)] == padded
+    assert table.verify(3) == pytest.approx(10.0 * (1.0 + slope * (padded[2] - 1)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "reads_once", "slope"), [(1, True, 0.001), (8, True, 0.008), (999, True, 0.1), (1, False, 0.1)]
+)
+def test_what_a_wider_pass_is_taken_to_cost_depends_on_the_device(tiny_llama, rows, reads_once, slope):
+    attachment = TIDEModelForCausalLM.attach(tiny_llama())._tide
+    assert attachment.costs_of(999, "eager", reads_once).slope == 0.1
+    assert attachment.costs_of(rows, "eager", reads_once).slope == slope  # also if it has measurements of more rows
 
 
 SURE, HALF, FALLING = [1.0] * 15, [0.5] * 15, [0.6, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01]
@@ -197,7 +214,7 @@ def test_threads_may_share_a_table():
             table.record(PLAIN, 1.0)
             table.record((("verify", "draft")[number % 2], 2 + stride * number % 397), 2.0)
             table.verify(1 + stride * number % 397)
-            table.resized()
+            table.resized(0.1)
 
     in_three_threads(use)
 

@@ -173,7 +173,7 @@ def cost_table(milliseconds, num_layers, widths=()):
 def use_costs(monkeypatch, milliseconds):
     """Let passes of tiny models cost `milliseconds`, not what the clock says, so that drafts can be counted."""
 
-    def costs_of(_attachment, _rows, _engine, widths=()):
+    def costs_of(_attachment, _rows, _engine, _reads_once, widths=()):
         table = cost_table(milliseconds, 4, widths)
         table.record = lambda *_, **__: None
         return table

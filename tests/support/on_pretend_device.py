@@ -18,7 +18,7 @@ from images import image_prompts, seeing_model
 from on_steps import FEW, as_traced, linear_heads, new_tokens, prompts, use_steps
 from pretend_device import NAME, Passes, answer, counts, there, two
 from quantized_weights import quantize, quantized
-from recorded import as_it_is
+from recorded import Recorder, as_it_is
 from torch.nn.functional import linear, silu
 from transformers import TextStreamer
 
@@ -26,12 +26,13 @@ from tide_hf import TIDEModelForCausalLM, TIDERouters
 from tide_hf.engines import gqa_attention
 from tide_hf.engines.steps import step_store
 from tide_hf.engines.steps.dequantised_products import reduce_products
-from tide_hf.engines.steps.graphs import lift_constants, traced
+from tide_hf.engines.steps.graphs import ONE_LAUNCH, lift_constants, traced
 from tide_hf.engines.steps.step_store import CapturedSteps
 from tide_hf.evaluation import QualityOptions, exit_logits, measure_quality
 from tide_hf.evaluation.benchmark import compare, tide_methods
 from tide_hf.evaluation.inspection import convergence_by_layer
 from tide_hf.logits_process import TIDELogitsProcessor
+from tide_hf.speculation.policy import CostTable
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 0.8, "top_k": 20}
@@ -350,28 +351,124 @@ def test_an_mlp_with_quantised_weights_has_as_many_kernels_at_any_width(rows, ke
     assert found.kernels == kernels
 
 
-def attend_up_to(query, key, value, end, scale):
+def attend_up_to(query, key, value, ends, scale):
     """What FlashAttention gives that reads the number of filled slots on the device."""
-    width, slots = query.shape[2], torch.arange(key.shape[2], device=key.device)
-    ends = end - width + torch.arange(width, device=key.device)
+    slots = torch.arange(key.shape[2], device=key.device)
     found = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=slots <= ends[:, None], scale=scale, enable_gqa=True
+        query, key, value, attn_mask=slots < ends[:, None], scale=scale, enable_gqa=True
     )
     return found.transpose(1, 2).contiguous()
 
 
-@pytest.mark.parametrize(("family", "pads", "reads"), [("llama", 0, True), ("llama", 2, False), ("mistral", 0, False)])
-def test_steps_read_the_number_of_filled_slots_where_masks_hide_nothing_else(family, pads, reads, monkeypatch):
+def replace_flash_decode(monkeypatch):
+    """Let this device have attention that reads the number of filled slots; return its calls."""
     calls = []
     monkeypatch.setattr(step_store, "can_flash_decode", lambda *_: True)
     monkeypatch.setattr(gqa_attention, "flash_decode", lambda *args: calls.append(0) or attend_up_to(*args))
-    plain, model = two(family, attention="sdpa")
+    return calls
+
+
+def attend_to_lengths(query, key, value, lengths, _query_ends, _slot_ends, scale):
+    """The op of that attention, for one sequence of several tokens."""
+    return attend_up_to(query, key, value, lengths - torch.arange(query.shape[2]).to(lengths).flip(0), scale)
+
+
+def test_a_layer_that_reads_lengths_launches_few_kernels(monkeypatch):
+    monkeypatch.setattr(step_store, "can_flash_decode", lambda *_: True)
+    with torch.library._scoped_library("tide_hf", "FRAGMENT") as ops:
+        ops.impl("flash_decode", attend_to_lengths, "PrivateUse1")
+        _, steps = on_steps_for_an_h100("llama")
+    layers = layers_of(steps)
+    assert len(layers) > 1  # of several widths
+    for code in layers:
+        assert code.text.count("= torch.ops.tide_hf.flash_decode.default(") == 1
+        assert code.products == 4
+        # The norms, RoPE with both K/V writes, the activation, the last sum.
+        assert code.kernels <= (5 if ONE_LAUNCH else 7)
+
+
+@pytest.mark.parametrize("compile_graph", [as_traced, None])
+@pytest.mark.parametrize(
+    ("family", "attention", "pads", "reads"),
+    [
+        ("llama", "sdpa", 0, True),
+        ("llama", "eager", 0, False),
+        ("llama", "sdpa", 2, False),
+        ("mistral", "sdpa", 0, False),
+    ],
+)
+def test_steps_read_the_number_of_filled_slots_where_masks_hide_nothing_else(
+    family, attention, pads, reads, compile_graph, monkeypatch
+):
+    """Compiled or not; and buffers have many slots where that is so."""
+    calls = replace_flash_decode(monkeypatch)
+    plain, model = two(family, attention=attention)
     for batch in (prompts(pads=pads), prompts(3, pads=2)):
         expected = answer(plain, batch, **GREEDY)
         calls.clear()
         TIDEModelForCausalLM.attach(model, linear_heads(plain), engine="compiled")
-        use_steps(model, CapturedSteps(as_it_is, compile_graph=as_traced))
+        steps = use_steps(model, CapturedSteps(Recorder(), compile_graph))
         use_heads(model, 3, continuations=new_tokens(expected), kind="mixed")
         assert torch.equal(answer(model, there(batch), **GREEDY), expected)
         assert bool(calls) == (reads and len(expected) == 1)
+        [buffers] = steps._buffers.values()
+        assert step_store.can_read_length(buffers.kind, buffers.cache) == bool(calls)
         TIDEModelForCausalLM.detach(model)
+
+
+def test_draft_steps_read_the_number_of_filled_slots_and_draft_the_same(monkeypatch):
+    plain, found, read = two("llama", attention="sdpa")[0], [], []
+    expected = answer(plain, prompts(), **GREEDY)
+    for reads in (False, True):
+        if reads:
+            monkeypatch.setattr(step_store, "can_flash_decode", lambda *_: True)
+            monkeypatch.setattr(
+                gqa_attention, "flash_decode", lambda *args: read.append(args[1].shape[2]) or attend_up_to(*args)
+            )
+        model = TIDEModelForCausalLM.attach(two("llama", attention="sdpa")[1], draft_head_for(plain), engine="compiled")
+        steps = use_steps(model, CapturedSteps(as_it_is, compile_graph=as_traced))
+        made = use_heads(model, 0)
+        assert torch.equal(answer(model, there(prompts()), **GREEDY), expected)
+        found.append(made[0].drafted)
+        [buffers] = steps._buffers.values()
+    assert found[0]
+    assert found[1] == found[0]
+    assert buffers.capacity - 1 in read  # draft steps leave the first token out
+
+
+@pytest.mark.parametrize(("before", "captures"), [([], True), ([2100], False)])
+def test_a_chat_captures_nothing_once_its_buffers_are_large_enough(before, captures, monkeypatch):
+    """Each turn needs more slots than the one before; a call `before` may have needed many more."""
+    replace_flash_decode(monkeypatch)
+    plain, model = two("llama", attention="sdpa", max_position_embeddings=4096)
+    TIDEModelForCausalLM.attach(model, engine="compiled")
+    steps = use_steps(model, CapturedSteps(as_it_is, compile_graph=None))
+    found, options = [], {**GREEDY, "max_new_tokens": 8}
+    for length in [*before, 100, 500, 900]:
+        batch = prompts(length=length)
+        expected, prepared = answer(plain, batch, **options), steps.warm_up.num_prepared
+        use_drafter(model, "right", expected[:, length:].tolist(), width=3)
+        assert torch.equal(answer(model, there(batch), **options), expected)
+        found.append(steps.warm_up.num_prepared - prepared)
+    first, *others = found[len(before) :]
+    assert bool(first) == captures
+    assert not any(others)
+
+
+@pytest.mark.parametrize(
+    ("family", "length", "widths"),
+    [("llama", 8, {1, 16}), ("qwen3_moe", 8, {1, 2, 4, 8}), ("llama", 2100, {1, 2, 4, 8})],
+)
+def test_an_answer_that_was_not_warmed_up_captures_few_widths(family, length, widths, monkeypatch):
+    """A wider pass costs next to nothing, but experts' weights are copied, and many K/V are read, for each token."""
+    replace_flash_decode(monkeypatch)
+    record = CostTable.record
+    monkeypatch.setattr(CostTable, "record", lambda table, key, *_, **__: record(table, key, 6.5 + 0.007 * key[1]))
+    plain, model = two(family, attention="sdpa", max_position_embeddings=4096)
+    batch, options = prompts(length=length), {**GREEDY, "max_new_tokens": 100}
+    expected = answer(plain, batch, **options)
+    TIDEModelForCausalLM.attach(model, engine="compiled")
+    steps = use_steps(model, CapturedSteps(as_it_is, compile_graph=None))
+    assert torch.equal(answer(model, there(batch), **options), expected)
+    assert model.last_exit_stats.drafted > 0
+    assert {size for _, _, size in steps._steps} == widths

@@ -209,7 +209,7 @@ class EagerEngine:
 
     def costs_of(self, num_rows: int) -> CostTable:
         """Measured costs of passes over `num_rows` rows, of any width."""
-        return self.attachment.costs_of(num_rows, self.name)
+        return self.attachment.costs_of(num_rows, self.name, self.input_ids.device.type != "cpu")
 
     @contextmanager
     def running(self) -> Iterator[None]:

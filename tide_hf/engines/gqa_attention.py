@@ -45,7 +45,7 @@ _is_decode: ContextVar[bool] = ContextVar("is_decode", default=False)
 
 @contextmanager
 def filled_up_to(end: Tensor) -> Iterator[None]:
-    """Let [`attend`] read only the slots before `end`, a () int64 tensor; the mask has to hide all other slots.
+    """Let [`attend`] read only the slots before `end`, see `CachePosition`; the mask has to hide all other slots.
 
     On a GPU, `attend` reads all slots but within [`reading_lengths`], since the host does not know `end`.
     """
@@ -71,10 +71,15 @@ def reading_lengths(may_read: bool) -> Iterator[None]:
         _reads_lengths.reset(token)
 
 
+def is_replaced(model: PreTrainedModel) -> bool:
+    """Whether [`attend`] is a model's attention within [`gqa_attention`]."""
+    return _can_change(model) and attention_of(model.config.get_text_config()) == "sdpa"
+
+
 def can_skip_rejected(model: PreTrainedModel) -> bool:
     """Whether transformers makes the masks for this attention, which then skip what `masks.skipping_rejected` names."""
-    is_sdpa = _can_change(model) and attention_of(model.config.get_text_config()) == "sdpa"
-    return is_sdpa and type(model).__module__.startswith("transformers.")  # other code may make masks by itself
+    # Other code may make masks by itself.
+    return is_replaced(model) and type(model).__module__.startswith("transformers.")
 
 
 @contextmanager
@@ -164,7 +169,10 @@ def attend(
 
 
 def attend_static(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of draft heads over a static cache, as [`draft_head.Attention`], within [`filled_up_to`]."""
+    """Attention of a draft step over a static cache, as [`draft_head.Attention`], within [`filled_up_to`]."""
+    end = _end_on_device.get()
+    if end is not None:  # of all filled slots but the first, whose token has no state of one before
+        return flash_decode(query, key[:, :, 1:], value[:, :, 1:], end - 1, None)
     found = None if mask is None else attend_grouped(query, key, value, mask, None, _num_filled.get())
     return draft_head.attend(query, key, value, mask) if found is None else found
 

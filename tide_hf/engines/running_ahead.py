@@ -1,15 +1,21 @@
-"""Passes on a GPU that start before the host has read the last one, where nothing will be drafted."""
+"""Steps on a GPU that start before the host has read the last pass: a pass without drafts, or the head's drafts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .step_rows import StepRows
 from .steps.static_cache import StaticCacheSlots
+from .steps.step_tensors import WIDEST
+
+Plan = tuple[int, int]  # the exit layer of draft steps, and how many there are
+PLAIN: Plan = (0, 0)  # a pass without drafts
 
 
 class RunningAhead:
-    """Whether the next pass has started, and may start, without the host.
+    """Whether steps of the next round have started, and may start, without the host.
 
-    A pass that has run ahead is dropped if there are drafts after all.
+    They are dropped if the next round has another plan after all.
 
     Args:
         is_possible: Whether the host need not see any pass before the next one.
@@ -17,31 +23,43 @@ class RunningAhead:
 
     def __init__(self, is_possible: bool) -> None:
         self._is_possible = is_possible
-        self._compactions: int | None = None  # of the cache, when the pass that has run ahead was started
+        # What has run ahead, of which cache: the number of its compactions, and its length once the host has read it.
+        self._started: tuple[Plan, int, int] | None = None
+        self._last_plan = PLAIN
         self.read_at = 0.0  # when the results before it had been read
 
     @property
     def has_started(self) -> bool:
-        """Whether a pass has run ahead."""
-        return self._compactions is not None
+        """Whether steps have run ahead."""
+        return self._started is not None
 
-    def may_start(self, width: int, rows: StepRows, slots: StaticCacheSlots) -> bool:
-        """Whether the pass after one over `width` tokens may start: each row's token and slot are then known."""
-        most = slots.cache.layers[0].get_max_length()
-        return self._is_possible and width == 1 and not rows.is_last_pass and slots.length + 2 <= most
+    def may_start(self, plan: Plan, width: int, rows: StepRows, slots: StaticCacheSlots) -> bool:
+        """Whether `plan`, that of the last pass, over `width` tokens, may start again; to be asked once a round.
 
-    def start(self, slots: StaticCacheSlots) -> None:
-        """Note that the pass has started."""
-        self._compactions = slots.num_compactions
+        Each row's token and slot are then known on the device. Draft steps start from the second round of a plan on.
+        """
+        is_usual, self._last_plan = plan == self._last_plan, plan
+        added = 1 + plan[1]  # at most
+        if plan == PLAIN:
+            is_known, needed = width == 1, 1
+        else:
+            is_known, needed = is_usual and rows.num_rows == 1 and slots.rejected is None, WIDEST
+        has_room = slots.length + added + needed <= slots.cache.layers[0].get_max_length()
+        return self._is_possible and is_known and has_room and rows.may_add(2 * added)
 
-    def take(self, slots: StaticCacheSlots) -> bool:
-        """Whether the pass that has run ahead is the next one, as it is if the cache was not compacted since."""
-        is_next = self._compactions == slots.num_compactions
+    def start(self, plan: Plan, slots: StaticCacheSlots, found: Sequence[int]) -> None:
+        """Note that `plan` has started, after a pass of whose first row `StepTensors.read` has `found` this."""
+        num_right = next((i for i in range(plan[1]) if found[i] != found[WIDEST + 1 + i]), plan[1])
+        self._started = plan, slots.num_compactions, slots.length + 1 + num_right
+
+    def take(self, plan: Plan, slots: StaticCacheSlots) -> bool:
+        """Whether what has run ahead is the next plan, after as many tokens as were accepted, and none has moved."""
+        is_next = self._started == (plan, slots.num_compactions, slots.length)
         if is_next:
-            self._compactions = None
+            self._started = None
         return is_next
 
     def drop(self, rows: StepRows) -> None:
-        """Drop the pass that has run ahead, if one has: it has moved the draft head's hidden states."""
+        """Drop what has run ahead, if anything has: the device has moved on the draft head's hidden state itself."""
         if self.has_started:
-            self._compactions = rows.last_kept = None
+            self._started = rows.last_kept = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -15,17 +16,18 @@ import torch
 from torch import Tensor
 
 from ..base_model.unembed import top_tokens
+from ..kernels.flash_decode import MANY_SLOTS
 from ..speculation.drafts import Accepted, Draft
-from ..speculation.policy import TOP_DRAFTS, CostTable, step_width
+from ..speculation.policy import TOP_DRAFTS, CostTable
 from .eager import EagerEngine
 from .exit_passes import ExitPasses
 from .round_clock import RoundClock, timestamp
-from .running_ahead import RunningAhead
+from .running_ahead import PLAIN, Plan, RunningAhead
 from .step_rows import StepRows
-from .steps.static_cache import StaticCacheSlots, copy_back
-from .steps.step_buffers import StepBuffers, slots_for_now
+from .steps.static_cache import FilledCache, StaticCacheSlots, copy_back
+from .steps.step_buffers import StepBuffers
 from .steps.step_store import StepStore
-from .steps.step_tensors import WIDEST, BufferKind
+from .steps.step_tensors import WIDEST
 
 UNREAD = -1  # stands for a draft token that the host has not read
 
@@ -40,7 +42,8 @@ class StaticPass:
     _logits: Tensor
     _ids: Tensor  # (rows, at least width) that the pass has read
     _drafts: list[Draft]
-    _read: Callable[[Tensor | None], list[list[int]]]  # each row's tokens, and from `WIDEST` on those it has read
+    # Each row's tokens, and from `WIDEST` on those it has read. The flag: whether the tokens accepted are top-1 ones.
+    _read: Callable[[Tensor | None, bool], list[list[int]]]
     _results: list[list[int]] | None = None
 
     @property
@@ -62,16 +65,18 @@ class StaticPass:
     def drafts(self) -> list[Draft]:
         """What each row's pass has verified."""
         if any(UNREAD in draft.tokens for draft in self._drafts):
+            if self._results is None:
+                self._results = self._read(None, False)
             self._drafts = [
                 draft.with_tokens(found[WIDEST + 1 :][: len(draft.nodes)])
-                for draft, found in zip(self._drafts, self.tokens(), strict=True)
+                for draft, found in zip(self._drafts, self._results, strict=True)
             ]
         return self._drafts
 
     def tokens(self, chosen: Tensor | None = None) -> list[list[int]]:
         """Read the top-1 token at each position, or those `chosen`, and more beyond the width."""
         if self._results is None:
-            self._results = self._read(chosen)
+            self._results = self._read(chosen, chosen is None)
         return self._results
 
 
@@ -86,26 +91,32 @@ class StaticEngine:
         steps: The steps of the model.
         exits: The passes of `early_exit`, if tokens may exit.
         rows: The sequences in the rows of the buffers.
-        kind: What the buffers are, besides their numbers of rows and slots.
+        filled: The cache that prefill has filled.
+        buffers: For its rows, to be filled.
     """
 
     def __init__(
-        self, eager: EagerEngine, steps: StepStore, exits: ExitPasses | None, rows: StepRows, kind: BufferKind
+        self,
+        eager: EagerEngine,
+        steps: StepStore,
+        exits: ExitPasses | None,
+        rows: StepRows,
+        filled: FilledCache,
+        buffers: StepBuffers,
     ) -> None:
-        self.eager, self.steps, self.exits, self.rows, self._kind = eager, steps, exits, rows, kind
-        self.name, self.reads_drafts, self.takes_trees = eager.name, steps.reads_drafts, kind.takes_trees
-        cache, mask, length = eager.slots.cache, eager.slots.mask, eager.slots.length
-        self.buffers: StepBuffers = steps.buffers(cache, len(rows.own), self._slots_needed(length), kind)
-        rows.move(self.buffers.rows)
+        self.eager, self.steps, self.exits, self.rows, self.buffers = eager, steps, exits, rows, buffers
+        self.name, self.reads_drafts, self.takes_trees = eager.name, steps.reads_drafts, buffers.kind.takes_trees
+        mask, length = eager.slots.mask, filled.length
+        rows.move(buffers.rows)
         mask = mask.cpu()[rows.sequences] if mask is not None else None
-        self.buffers.load(cache, length, mask, eager.head.prev_hidden_state if eager.head is not None else None)
+        buffers.load(filled, mask, eager.head.prev_hidden_state if eager.head is not None else None)
         self._slots = StaticCacheSlots(
-            self.buffers.cache,
+            buffers.cache,
             length,
             mask,
             eager.slots.compaction_threshold,
             torch.device("cpu"),
-            has_windows=eager.slots.has_windows and not kind.skips_rejected,
+            has_windows=eager.slots.has_windows and not buffers.kind.skips_rejected,
         )
         self._compactions, self._masked = 0, length  # number of compactions, and of slots, when the mask was written
         is_apart = not self.reads_drafts and exits is None and not eager.is_returned
@@ -113,6 +124,8 @@ class StaticEngine:
         self._clock = RoundClock(self.costs_of, num_prepared=lambda: steps.warm_up.num_prepared)
         self._layers = 0
         self._num_drafted = 0  # draft steps since the last pass
+        self._plan: Plan = PLAIN  # of this round, if the host does not read drafts
+        self._drafts_at: tuple[Any, Any] = None, None  # timestamps before and after its draft steps
         self._width = 0  # of the last pass; 0 after prefill
         self._logits: Any = None
         self._inputs: list[list[int]] = []  # the tokens that the last pass read
@@ -140,7 +153,10 @@ class StaticEngine:
 
     def costs_of(self, num_rows: int) -> CostTable:
         """Measured costs of steps over all rows of the buffers, since rows without a sequence run too."""
-        return self.eager.attachment.costs_of(self.buffers.rows, self.name, self.steps.widths)
+        attachment, buffers = self.eager.attachment, self.buffers
+        reads_again = buffers.kind.is_causal and buffers.capacity > MANY_SLOTS
+        reads_once = buffers.device.type != "cpu" and not reads_again
+        return attachment.costs_of(buffers.rows, self.name, reads_once, self.steps.widths)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -149,7 +165,7 @@ class StaticEngine:
             with self.eager.running():
                 yield
         finally:
-            self.steps.let_go()
+            self.steps.let_go(self.buffers.device)
 
     def draft(
         self, exit_layer: int, drafted: list[list[int]], num_tokens: int = 1
@@ -185,25 +201,34 @@ class StaticEngine:
 
     def _draft_unread(self, exit_layer: int, num_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
         """Start a chain of draft steps whose tokens are read only when they are verified."""
-        self.upload([[token] for token in self.last_tokens])
+        self._plan = exit_layer, num_tokens
+        if self._ahead.take(self._plan, self._slots):
+            self._clock.begin(self._ahead.read_at)
+        else:
+            self.upload([[token] for token in self.last_tokens])
+            self._run_drafts(self._plan)
+        self._num_drafted = num_tokens
+        self._clock.note_unread(exit_layer, num_tokens, *self._drafts_at)
+        return [[UNREAD] * num_tokens for _ in self.rows.own], []
+
+    def _run_drafts(self, plan: Plan) -> None:
+        exit_layer, num_tokens = plan
         before = timestamp(self.buffers.device)
         for _ in range(num_tokens):
             self.run_step("draft", exit_layer)
-        self._num_drafted = num_tokens
-        self._clock.note_unread(exit_layer, num_tokens, before, timestamp(self.buffers.device))
-        return [[UNREAD] * num_tokens for _ in self.rows.own], []
+        self._drafts_at = before, timestamp(self.buffers.device)
 
     def verify(self, drafts: list[Draft]) -> StaticPass:
-        """Run one full-depth pass, padded to the next width that has a step; see `Engine.verify`."""
+        """Run one full-depth pass, padded to a width that has a step; see `Engine.verify`."""
         drafts = [Draft(draft.nodes[: WIDEST - 1]) if self.takes_trees else draft.chain() for draft in drafts]
         width = 1 + max(len(draft.nodes) for draft in drafts)
         self._inputs = [[last, *draft.tokens] for last, draft in zip(self.last_tokens, drafts, strict=True)]
-        self._width, first = step_width(width, self.steps.widths), 0
+        self._width, first = self.costs_of(len(drafts)).pass_width(width), 0
         depths = [self.eager.run.num_layers] * len(drafts)
         if self.exits is not None:
             self._logits = self.exits.run(self)
             depths, first = self.exits.exits, self.exits.current
-        elif width == 1 and self._ahead.take(self._slots):
+        elif width == 1 and self._ahead.take(PLAIN, self._slots):
             self._clock.begin(self._ahead.read_at)
         else:
             # Draft tokens that the host has not read are among the inputs of the draft steps.
@@ -226,21 +251,29 @@ class StaticEngine:
         self.steps.reads += 1
         return self.rows.from_rows(self.buffers.exit_steps.read())
 
-    def _read(self, chosen: Tensor | None) -> list[list[int]]:
-        """Wait for the results of this round for each sequence; the next pass may start before."""
+    def _read(self, chosen: Tensor | None, are_top: bool) -> list[list[int]]:
+        """Wait for the results of this round for each sequence; the next one may start before, if it is like this one.
+
+        `are_top`: whether the tokens that are accepted are the top-1 ones, as the device assumes then.
+        """
         if chosen is not None:
             self.buffers.tensors.set_results(self.rows.index, chosen)
-        starts = chosen is None and self.costs_of(len(self.rows.own)).drafting_paused
-        starts = starts and self._ahead.may_start(self._width, self.rows, self._slots)
-        results = self.rows.from_rows(self.steps.read(self.buffers, self._run_ahead if starts else None))
+        plan, is_paused = self._plan, self.costs_of(len(self.rows.own)).drafting_paused
+        starts = self._ahead.may_start(plan, self._width, self.rows, self._slots) and are_top
+        starts = starts and (is_paused if plan == PLAIN else not is_paused and plan[0] == self.head_layer)
+        results = self.steps.read(self.buffers, partial(self._run_ahead, plan) if starts else None)
         self._ahead.read_at = perf_counter()
-        return results
+        if starts:
+            self._ahead.start(plan, self._slots, results[0])
+        return self.rows.from_rows(results)
 
-    def _run_ahead(self) -> None:
-        """Start the next pass, without drafts."""
-        self.buffers.advance()
-        self._logits = self.run_step("verify", 1)
-        self._ahead.start(self._slots)
+    def _run_ahead(self, plan: Plan) -> None:
+        """Start the next round: its draft steps, or its pass without drafts."""
+        self.steps.advance(self.buffers)
+        if plan == PLAIN:
+            self._logits = self.run_step("verify", 1)
+        else:
+            self._run_drafts(plan)
 
     def commit(self, accepted: list[Accepted]) -> None:
         """Keep the K/V of the accepted tokens of the last pass; see `Engine.commit`."""
@@ -251,6 +284,7 @@ class StaticEngine:
             self.exits.commit(self.last_tokens)
         self._slots.commit(self._width, self.rows.to_rows([one.kept for one in accepted]))
         self._clock.end_round(self._width, len(accepted), is_full=self.exits is None)
+        self._plan = PLAIN
 
     def select(self, rows: list[int]) -> None:
         """Keep only these sequences: move them to existing smaller buffers, or else ignore the other rows."""
@@ -279,9 +313,7 @@ class StaticEngine:
         """Upload the inputs of the round, which begin `back` tokens before the next one, and the `parents` in trees."""
         self._ahead.drop(self.rows)
         if not back and not self._slots.make_room(WIDEST):  # continue in buffers with more slots
-            length = self._slots.length
-            cache, rows = self.buffers.cache, len(self.rows.own)
-            self._move_to(self.steps.buffers(cache, rows, self._slots_needed(length), self._kind))
+            self._move_to(self._grown())
         is_compacted = self._slots.num_compactions > self._compactions
         if self._slots.rejected is not None or is_compacted:
             start = 0 if is_compacted else self._masked
@@ -294,10 +326,13 @@ class StaticEngine:
         self.buffers.tensors.write(start, positions, highest, self.rows.to_rows(ids), last_kept, parents)
         self.buffers.begin_round(after_passes=last_kept is not None)
 
-    def _slots_needed(self, filled: int) -> int:
-        """Slots for the answer; of buffers that grow, for its next part. `filled` are those of tokens so far."""
-        most = filled + self.rows.remaining
-        return slots_for_now(filled, most) if self.steps.grows else most
+    def _grown(self) -> StepBuffers:
+        """Buffers with slots for the next part of the answer."""
+        rows, kind, length = len(self.rows.own), self.buffers.kind, self._slots.length
+        is_spare = not self.steps.grows and rows == self.buffers.rows
+        filled = FilledCache(self.buffers.cache, length, is_spare)
+        slots = self.steps.slots_for(filled, rows, length + self.rows.remaining, kind)
+        return self.steps.buffers(filled, rows, slots, kind)
 
     def _move_to(self, buffers: StepBuffers) -> None:
         """Continue the unfinished sequences in other buffers."""

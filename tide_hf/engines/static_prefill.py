@@ -16,11 +16,11 @@ from ..speculation.protocols import Engine, Pass
 from ..weights.upcast import dtype_now
 from .eager import EagerEngine, prefill_eagerly
 from .exit_passes import ExitPasses
-from .gqa_attention import can_skip_rejected, gqa_attention
+from .gqa_attention import can_skip_rejected, gqa_attention, is_replaced
 from .static import StaticEngine
 from .step_rows import StepRows
-from .steps.step_buffers import slots_for_now
-from .steps.step_store import StepStore
+from .steps.static_cache import FilledCache, static_cache_bytes
+from .steps.step_store import StepStore, free_memory
 from .steps.step_tensors import BufferKind, ModelParts
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def prefill_on_steps(
         return prompts, engine
     finally:
         if not keeps_steps:
-            steps.let_go()
+            steps.let_go(model.device)
 
 
 def prefill_without_steps(model: Any, attachment: Attachment, call: Call) -> tuple[Pass, EagerEngine]:
@@ -94,7 +94,7 @@ def engine_on_steps(
         reason = "the model computes positions by itself" if is_filled else "some cache layers are empty"
         logger.info("the call runs eagerly after prefill: %s", reason)
         return _eager(eager, requires_steps)
-    is_causal = steps.reads_lengths and rows == 1 and (mask is None or bool(mask.all()))
+    is_causal = steps.reads_lengths and is_replaced(eager.model) and rows == 1 and (mask is None or bool(mask.all()))
     kind = BufferKind(
         position_shape=None if positions is None else tuple(positions.shape[:-1]),
         has_head=eager.head is not None,
@@ -104,13 +104,17 @@ def engine_on_steps(
         takes_trees=eager.takes_trees and passes is None and steps.reads_drafts,
         skips_rejected=rows > 1 and eager.slots.has_windows and can_skip_rejected(eager.model),
     )
-    needed = length + most  # the cache that the caller passed may hold tokens
-    if not steps.fits(cache, rows, slots_for_now(length, needed) if steps.grows else needed, kind):
+    filled = FilledCache(cache, length, is_spare=not eager.is_returned)
+    slots = steps.slots_for(filled, rows, length + most, kind)
+    if not steps.fits(filled, rows, slots, kind):
+        needed, free = static_cache_bytes(filled, rows, slots), free_memory(eager.input_ids.device)
+        text = "the call runs eagerly: K/V buffers of %d slots would take %.1f GB of %.1f GB that are free"
+        logger.warning(text, slots, needed / 1e9, free / 1e9)
         return _eager(eager, requires_steps)
     own = [[0]] * rows if positions is None else positions.reshape(-1, rows).T.tolist()
     table = last_position(eager.model.config.get_text_config())
     step_rows = StepRows(rows, own, most, table, checks_positions=positions is not None)
-    return StaticEngine(eager, steps, passes, step_rows, kind)
+    return StaticEngine(eager, steps, passes, step_rows, filled, steps.buffers(filled, rows, slots, kind))
 
 
 def _eager(eager: EagerEngine, requires_steps: bool) -> EagerEngine:

@@ -75,11 +75,9 @@ class StepRows:
         """How many tokens a sequence may still add."""
         return self._most - min(self._added)
 
-    @property
-    def is_last_pass(self) -> bool:
-        """Whether no sequence can go on after the next pass over one token each."""
-        reached = max(map(max, self._positions)) + 2
-        return self.remaining < 2 or reached > (self._num_positions or math.inf)
+    def may_add(self, count: int) -> bool:
+        """Whether a sequence may still add so many tokens, and all have positions for them."""
+        return self.remaining >= count and max(map(max, self._positions)) + count <= (self._num_positions or math.inf)
 
     def check_positions(self) -> int:
         """Raise if a row has reached a position that the model does not have; return the highest one of this round.

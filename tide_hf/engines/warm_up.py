@@ -228,7 +228,9 @@ def _run(
         stopping_criteria=[rounds],
         tide_engine=engine,
         custom_generate=type(model)._sample,  # so that `generate` passes `make_drafter` on to `_sample`
-        make_drafter=lambda _, __, engine: rounds.begin(engine, _layers_to_draft(attachment, engine)),
+        make_drafter=lambda _, __, engine: rounds.begin(
+            engine, _layers_to_draft(attachment, engine, model.device.type != "cpu")
+        ),
         **WARM_UP_CALL,
     )
 
@@ -258,9 +260,9 @@ def _prompts(model: Any, attachment: Attachment, rows: int, length: int, padded:
     return ids, mask
 
 
-def _layers_to_draft(attachment: Attachment, engine: DraftEngine) -> list[int]:
+def _layers_to_draft(attachment: Attachment, engine: DraftEngine, reads_once: bool) -> list[int]:
     """The exit layer that the policy would choose if costs were proportional to depth, in a list; may be empty."""
-    costs = attachment.unmeasured_costs(WIDTHS)
+    costs = attachment.unmeasured_costs(1, reads_once, WIDTHS)
     for _ in range(1 + FEWEST_PLAIN):  # the first measurement is discarded
         costs.record(("verify", 1), 1.0)
     priors = head_priors(attachment, engine)

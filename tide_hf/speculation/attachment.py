@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from ..base_model.structure import DecoderStructure, check_layers
 from ..base_model.unembed import DraftUnembed, Unembed, has_readable_rows
 from ..base_model.wrappers import check_adapters, check_uncompiled
@@ -23,7 +25,7 @@ from .acceptance import ExactAcceptance
 from .answer_memory import AnswerMemory
 from .call import Call
 from .drafters import HybridDrafter
-from .policy import CostTable, Key
+from .policy import ACCELERATOR_SLOPE, PRIOR_SLOPE, CostTable, Key
 from .protocols import DraftEngine, DrafterFactory, EngineKind, RuleFactory
 from .rows import Row
 from .sources import EarlierAnswers, Ngrams, Successors, TreeSource
@@ -53,8 +55,8 @@ class Attachment:
     needs_same_length: bool = False  # whether all rows must have one length, since the model counts cache slots
     takes_trees: bool = False  # whether the model's passes can verify trees of drafts, see `check_widths`
     strict: bool = False  # whether calls that `self_speculative` does not support raise, instead of decoding plainly
-    # Costs measured on this machine, by engine, widths of its passes, whether it upcasts, and number of rows.
-    costs: dict[tuple[str, tuple[int, ...], bool, int], CostTable] = field(default_factory=dict)
+    # Costs measured on this machine, by the arguments of `costs_of`, and whether the machine upcasts.
+    costs: dict[tuple[str, bool, tuple[int, ...], bool, int], CostTable] = field(default_factory=dict)
     # The acceptance rate of each source and rank in earlier calls, by temperature (0: greedy).
     acceptances: dict[float, dict[Key, float]] = field(default_factory=dict)
     answers: AnswerMemory = field(default_factory=AnswerMemory)  # of earlier calls in `self_speculative`
@@ -77,21 +79,29 @@ class Attachment:
         """The exit threshold of calls that set none."""
         return float(self.config.exit_threshold) if self.exit_threshold is None else self.exit_threshold
 
-    def costs_of(self, num_rows: int, engine: str, widths: tuple[int, ...] = ()) -> CostTable:
-        """Measured costs of a batch of `num_rows`, at first copied from the next larger batch with known costs."""
-        kind = (engine, widths, upcasts())
+    def costs_of(self, num_rows: int, engine: str, reads_once: bool, widths: tuple[int, ...] = ()) -> CostTable:
+        """Measured costs of a batch of `num_rows`, at first copied from the next larger batch with known costs.
+
+        `reads_once`: whether passes over several tokens take the time to read weights and K/V once, as on accelerators.
+        """
+        kind = (engine, reads_once, widths, upcasts())
         key = (*kind, num_rows)
         if key not in self.costs:
             larger = [known for known in list(self.costs) if known[:-1] == kind and known[-1] > num_rows]
-            self.costs[key] = self.costs[min(larger)].resized() if larger else self.unmeasured_costs(widths)
+            unmeasured = self.unmeasured_costs(num_rows, reads_once, widths)
+            self.costs[key] = self.costs[min(larger)].resized(unmeasured.slope) if larger else unmeasured
         return self.costs[key]
 
-    def unmeasured_costs(self, widths: tuple[int, ...]) -> CostTable:
+    def unmeasured_costs(self, num_rows: int, reads_once: bool, widths: tuple[int, ...]) -> CostTable:
         """Costs before any pass, proportional to the weights that it reads."""
         vocab_size, head = self.structure.vocab_size, self.draft_head
         chosen_from = self.config.draft_vocab_size if head is None else head.config.draft_vocab_size
         vocab_share = (chosen_from or vocab_size) / vocab_size
-        return CostTable(self.structure.num_layers, self.structure.head_share, vocab_share, widths)
+        slope = PRIOR_SLOPE
+        weights = (weight for layer in self.structure.layers for weight in layer.parameters())
+        if reads_once and all(map(_is_plain, weights)):
+            slope = min(slope, ACCELERATOR_SLOPE * num_rows)
+        return CostTable(self.structure.num_layers, self.structure.head_share, vocab_share, widths, slope)
 
     def in_vocabulary(self, prompt: Iterable[int]) -> list[int]:
         """The prompt as drafters see it: the token id of an image placeholder may lie outside the vocabulary."""
@@ -190,6 +200,11 @@ class Attachment:
                 expected="tide_mode='post_hoc' for this model",
                 do="Attach with mode='post_hoc', or use the model without TIDE.",
             )
+
+
+def _is_plain(weight: nn.Parameter) -> bool:
+    """Whether a weight is read once for all tokens, unlike those of experts (3 dimensions), as it is, not quantised."""
+    return type(weight) is nn.Parameter and weight.dim() < 3 and weight.itemsize > 1
 
 
 def hybrid_drafter(attachment: Attachment, call: Call, engine: DraftEngine) -> HybridDrafter:

@@ -144,8 +144,8 @@ class Engine(DraftEngine, Protocol):
     def verify(self, drafts: list[Draft]) -> Pass:
         """Forget the K/V of draft steps, and run one full-depth pass over each row's last token and draft.
 
-        An engine may start the next pass before this one's tokens are accepted, where nothing is drafted and tokens are
-        read as the top-1 ones.
+        An engine may start the next round before this one's tokens are accepted, where it is expected to be alike and
+        tokens are read as the top-1 ones.
         """
 
     def commit(self, accepted: list[Accepted]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import SymInt, Tensor, fx, nn
 from torch._guards import TracingContext, tracing
 from torch._inductor import compile as inductor_compile
+from torch._inductor import config as inductor_config
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -36,6 +37,11 @@ from .fused_linears import (
 )
 
 VALUES_PER_THREAD = 16384  # with fewer, another thread costs more than it saves
+
+# On a GPU, kernels that do not depend on each other, such as RoPE of queries, and of keys with both K/V writes, are
+# launched as one. Older versions of Inductor would join sums as well.
+ONE_LAUNCH = {"combo_kernels": True, "combo_kernels_pointwise_only": True}
+ONE_LAUNCH = ONE_LAUNCH if hasattr(inductor_config, "combo_kernels_pointwise_only") else {}
 
 CompileGraph = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]  # called with a graph and its inputs
 
@@ -124,6 +130,8 @@ def compile_graph(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., 
     ]
     # Steps pass the same buffers every time, and checking them took a fifth of a millisecond in a pass of 30 layers.
     options = {"cpp.min_chunk_size": VALUES_PER_THREAD, "size_asserts": bool(sized)}
+    if any(tensor.device.type != "cpu" for tensor in inputs):
+        options |= ONE_LAUNCH
     options |= graph.meta.get("inductor_options", {})
     with compiling(), tracing(TracingContext(mode)):
         spare_probes()

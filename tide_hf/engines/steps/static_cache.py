@@ -7,6 +7,7 @@ only sets a lower start, and the next pass overwrites the rejected slots.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +18,43 @@ from ...depth.kv_cache import CacheSlots
 from ...kernels.reference import kv_compact
 
 
+@dataclass(frozen=True)
+class FilledCache:
+    """K/V that a static cache is like, and takes.
+
+    Attributes:
+        cache: A cache of all layers, dynamic or static.
+        length: Its number of tokens.
+        is_spare: Whether nobody else needs its memory, which then goes layer by layer as the static cache takes K/V.
+    """
+
+    cache: Cache
+    length: int
+    is_spare: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its tensors."""
+        return sum(part.nbytes for layer in self.cache.layers for part in _kv(layer))
+
+
 class CachePosition:
     """The position of the running pass in the cache; shared by all layers."""
 
     start: Tensor  # () int64, the slot of the pass's first token
     slots: Tensor  # (width,) int64, the slots of the pass's tokens
-    end: Tensor  # () int64, the number of slots that are filled once the pass has stored its K/V
+    # The number of slots that are filled once the pass has stored its K/V: on a CPU () int64, on other devices (width,)
+    # int32 after each of its tokens, as attention reads it in every layer.
+    end: Tensor
 
     def move_to(self, start: Tensor, width: int) -> None:
         """Move to the `width` slots from `start` on."""
         self.start = start
         self.slots = start + torch.arange(width, device=start.device)
-        self.end = start + width
+        if start.device.type == "cpu":
+            self.end = start + width
+        else:
+            self.end = start + torch.arange(1, width + 1, dtype=torch.int32, device=start.device)
 
 
 class StaticKVLayer(CacheLayerMixin):
@@ -64,14 +90,16 @@ class StaticKVLayer(CacheLayerMixin):
         return self.keys.shape[2]
 
 
-def static_cache(like: Cache, rows: int, capacity: int) -> Cache:
-    """Allocate a static cache with the K/V heads, head sizes and dtypes of a filled cache."""
+def static_cache(like: FilledCache, rows: int, capacity: int) -> Cache:
+    """Allocate a static cache with the K/V heads, head sizes and dtypes of a filled cache; take K/V that are spare."""
     position = CachePosition()
     layers: Any = []
-    with torch.inference_mode(False):  # so that passes outside of inference mode can write too
-        for layer in like.layers:
+    for layer in like.cache.layers:
+        with torch.inference_mode(False):  # so that passes outside of inference mode can write too
             keys, values = (part.new_zeros((rows, part.shape[1], capacity, part.shape[3])) for part in _kv(layer))
             layers.append(StaticKVLayer(keys, values, position))
+        if like.is_spare:
+            _take(layers[-1], layer, like)
     return Cache(layers=layers)
 
 
@@ -83,21 +111,28 @@ def first_rows(cache: Cache, rows: int) -> Cache:
     return Cache(layers=layers)
 
 
-def static_cache_bytes(like: Cache, rows: int, capacity: int) -> int:
+def static_cache_bytes(like: FilledCache, rows: int, capacity: int) -> int:
     """The bytes that [`static_cache`] would allocate."""
-    parts = [part for layer in like.layers for part in _kv(layer)]
+    parts = [part for layer in like.cache.layers for part in _kv(layer)]
     return sum(rows * part.shape[1] * capacity * part.shape[3] * part.element_size() for part in parts)
 
 
-def fill(cache: Cache, source: Cache, length: int) -> None:
-    """Copy a dynamic cache of `length` tokens into a static one, which may have more rows.
+def fill(cache: Cache, source: FilledCache) -> None:
+    """Copy K/V into a static cache, which may have more rows, unless it has taken them already."""
+    for fixed, layer in zip(cache.layers, source.cache.layers, strict=True):
+        _take(fixed, layer, source)
 
-    Dynamic sliding-window layers hold only the last tokens.
-    """
-    for fixed, layer in zip(cache.layers, source.layers, strict=True):
-        for into, part in zip(_kv(fixed), _kv(layer), strict=True):
-            stored = min(length, part.shape[2])
-            into[: len(part), :, length - stored : length].copy_(part[:, :, :stored])
+
+def _take(fixed: Any, layer: Any, source: FilledCache) -> None:
+    """Copy the K/V of a layer into one of a static cache; if they are spare, let the layer show them there."""
+    shown = []
+    for into, part in zip(_kv(fixed), _kv(layer), strict=True):
+        stored = min(source.length, part.shape[2])  # dynamic sliding-window layers hold only the last tokens
+        shown.append(into[: len(part), :, source.length - stored : source.length])
+        if shown[-1].data_ptr() != part.data_ptr():
+            shown[-1].copy_(part[:, :, :stored])
+    if source.is_spare:
+        layer.keys, layer.values = shown
 
 
 def take_rows(layer: Any, source: Any, length: int, rows: list[int]) -> None:

@@ -6,6 +6,7 @@ a chain of draft steps and the verify pass need the host only to launch them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ...depth.masks import reading_tree
 from ...speculation.policy import TOP_DRAFTS
 from ..gqa_attention import attend_static, filled_up_to
 from .exit_steps import ExitSteps
-from .static_cache import fill, first_rows, static_cache, take_rows
+from .static_cache import FilledCache, fill, first_rows, static_cache, take_rows
 from .step_tensors import WIDEST, BufferKind, ModelParts, StepTensors
 
 BUCKET = 256  # slots; capacities are multiples of this, so that calls share buffers and graphs
@@ -32,7 +33,7 @@ class StepBuffers:
 
     Args:
         parts: The parts of the model that steps run.
-        like: A filled cache of the model, for shapes and dtypes.
+        like: A filled cache of the model, for shapes and dtypes; taken over where its memory is spare.
         rows: Number of sequences.
         capacity: Slots per sequence.
         kind: What the buffers are for.
@@ -42,13 +43,13 @@ class StepBuffers:
     def __init__(
         self,
         parts: ModelParts,
-        like: Cache,
+        like: FilledCache,
         rows: int,
         capacity: int,
         kind: BufferKind,
         shared: Cache | None = None,
     ) -> None:
-        first: Any = like.layers[0]
+        first: Any = like.cache.layers[0]
         self.parts, self.rows, self.capacity, self.kind, self.device = parts, rows, capacity, kind, first.keys.device
         self.cache = static_cache(like, rows, capacity) if shared is None else first_rows(shared, rows)
         self.tensors = StepTensors(parts, self.cache, rows, kind)
@@ -62,6 +63,7 @@ class StepBuffers:
                 self.last_hidden_states = torch.zeros(shape, **own)
                 self.prev_hidden_state = torch.zeros((rows, 1, parts.head_size), **own)
                 self.draft_hidden_state = torch.zeros_like(self.prev_hidden_state)
+        self.advancing: Callable[[], Any] | None = None  # how steps that can run ahead of the host run `advance`
         self.head: HeadRun | None = self._head_run() if kind.has_head else None
         self.exits = ExitSteps(self.tensors, kind.exit_layers) if kind.exit_layers else None
 
@@ -82,12 +84,12 @@ class StepBuffers:
         assert self.exits is not None  # these buffers have exit layers
         return self.exits
 
-    def load(self, source: Cache, length: int, mask: Tensor | None, prev_hidden_state: Tensor | None) -> None:
-        """Copy in a cache of `length` tokens, a (rows, length) mask and the head's previous hidden state.
+    def load(self, source: FilledCache, mask: Tensor | None, prev_hidden_state: Tensor | None) -> None:
+        """Copy in a cache, a mask (rows, length) and the head's previous hidden state.
 
         Cache and hidden state may have fewer rows than the buffers; they fill the first rows.
         """
-        fill(self.cache, source, length)
+        fill(self.cache, source)
         self.tensors.write_mask(mask, None)
         if prev_hidden_state is not None and self.head is not None:
             self.prev_hidden_state[: len(prev_hidden_state)] = prev_hidden_state
@@ -116,10 +118,9 @@ class StepBuffers:
         self.draft_hidden_state.copy_(self.prev_hidden_state)
 
     def advance(self) -> None:
-        """Make each row's top-1 token after its first one the input of the next pass, without the host."""
+        """Begin the next round as the host would after accepting the top-1 tokens; see `StepTensors.advance`."""
         self.tensors.advance()
-        if self.head is not None:
-            self.prev_hidden_state.copy_(self.last_hidden_states[:, :1])
+        self.begin_round(after_passes=True)
 
     def state(self) -> list[Tensor]:
         """The tensors that a trial run of a step changes and that have to be restored."""
@@ -196,7 +197,12 @@ def slots_for_now(filled: int, most: int) -> int:
     return slots - WIDEST
 
 
-def capacity_for(rows: int, slots: int) -> int:
-    """Capacity of the buffers for a call that may need `slots`, with room for one more pass."""
+def capacity_for(rows: int, slots: int, *, are_free: bool = False) -> int:
+    """Capacity of the buffers for a call that may need `slots`, with room for one more pass.
+
+    Where unfilled slots `are_free`, it is a power of two, so that the turns of a chat share buffers and graphs.
+    """
     needed = slots + WIDEST + (SPARE_SLOTS if rows > 1 else 0)
+    if are_free:
+        return max(FIRST_SLOTS, 1 << (needed - 1).bit_length())
     return -(-needed // BUCKET) * BUCKET

@@ -23,10 +23,10 @@ from ..gqa_attention import attention_of, gqa_attention, reading_lengths
 from ..warm_up import WarmUp
 from .capture import Replay, capturable_forward, capture
 from .graphs import CompileGraph, compile_graph
-from .static_cache import static_cache_bytes
-from .step_buffers import StepBuffers, capacity_for
+from .static_cache import FilledCache, static_cache_bytes
+from .step_buffers import FIRST_SLOTS, StepBuffers, capacity_for, slots_for_now
 from .step_compiler import CompiledPrefill, StepCompiler
-from .step_tensors import WIDTHS, BufferKind, ModelParts
+from .step_tensors import WIDEST, WIDTHS, BufferKind, ModelParts
 
 MEMORY_SHARE = 0.5  # maximum share of the free memory that a call's buffers may take
 MAX_GRAPHS = 64
@@ -54,7 +54,7 @@ class StepStore:
     kind: str  # what prepared steps are called in log messages
     widths: tuple[int, ...] = WIDTHS  # of verify passes
     reads_drafts: bool  # whether the host reads each draft token and its score before the next draft step
-    grows: bool  # whether buffers start with few slots and grow with the answer
+    grows: bool  # whether buffers grow with every answer, and smaller ones are kept for shorter calls
     reads_lengths = False  # whether attention may read the number of filled slots on the device
     prompts: CompiledPrefill | None = None  # runs the layers of prefill compiled, where that is faster
 
@@ -63,16 +63,29 @@ class StepStore:
         self.warm_up = WarmUp(description, "steps")  # `warm_up.bytes` includes buffers
         self.reads, self.replays = 0, 0  # numbers of host synchronisations, and of steps run
         self.lock = Lock()  # held by the call that uses the steps
+        self._ended: tuple[torch.device, Any] | None = None  # the GPU of the last call, and an event after all its work
         self._free()
 
     def hold(self) -> bool:
-        """Let a call use the steps until it calls `let_go`, unless another call does; return whether it may."""
-        return self.lock.acquire(blocking=False)
+        """Let a call use the steps until it calls `let_go`, unless another call does; return whether it may.
 
-    def let_go(self) -> None:
-        """End what `hold` began."""
-        self.lock.release()
-        self._free_if_released()
+        Its work on a GPU comes after that of the last call, such as a pass that has run ahead in vain, on any stream.
+        """
+        if not self.lock.acquire(blocking=False):
+            return False
+        if self._ended is not None:
+            device, event = self._ended
+            torch.cuda.current_stream(device).wait_event(event)
+        return True
+
+    def let_go(self, device: torch.device) -> None:
+        """End what `hold` began, for a call on `device`."""
+        try:
+            if device.type == "cuda":
+                self._ended = device, torch.cuda.current_stream(device).record_event()
+        finally:
+            self.lock.release()
+            self._free_if_released()
 
     def release(self) -> None:
         """Free buffers and graphs; if a call uses them, at its end."""
@@ -110,47 +123,57 @@ class StepStore:
                 found = replace(found, execute_layer=self.compiler.run)
             self._parts, self._fingerprint = found, fingerprint
 
-    def buffers(self, like: Cache, rows: int, slots: int, kind: BufferKind) -> StepBuffers:
+    def slots_for(self, like: FilledCache, rows: int, most: int, kind: BufferKind) -> int:
+        """Number of slots that a call should have by now; it may later need `most`, and then more buffers."""
+        raise NotImplementedError
+
+    def buffers(self, like: FilledCache, rows: int, slots: int, kind: BufferKind) -> StepBuffers:
         """Buffers of at least `slots` slots and `rows` rows; call `refresh` first.
 
-        Existing buffers of up to twice as many slots and less than twice as many rows are reused, since unused slots
-        cost less than preparing further steps. `like` is the filled cache of the call.
+        Existing buffers of less than twice as many rows are reused, and of up to twice as many slots, or of any number
+        where unfilled slots take no time: unused ones cost less than preparing further steps. `like` is the filled
+        cache of the call. Buffers whose cache it is go if it is spare and others are allocated.
         """
-        first: Any = like.layers[0]
+        first: Any = like.cache.layers[0]
         key, alike = self._key_of(like, rows, slots, kind)
         if key not in self._buffers:
+            for old in [old for old, found in self._buffers.items() if like.is_spare and found.cache is like.cache]:
+                self._drop(old)
             before = reserved_bytes(first.keys.device)
             shared = next((self._buffers[other].cache for other in alike if other[1] == key[1]), None)
             parts: Any = self._parts
             self._buffers[key] = StepBuffers(parts, like, rows, key[1], kind, shared)
             self.warm_up.add(0, 0.0, reserved_bytes(first.keys.device) - before)
             while len(self._buffers) > MAX_BUFFERS:
-                _, oldest = self._buffers.popitem(last=False)
-                for step in [step for step in self._steps if step[0] is oldest]:
-                    del self._steps[step]
+                self._drop(next(iter(self._buffers)))
         self._buffers.move_to_end(key)
         return self._buffers[key]
 
-    def fits(self, like: Cache, rows: int, slots: int, kind: BufferKind) -> bool:
-        """Whether [`buffers`] can reuse or allocate memory for K/V with these arguments; log a warning if not."""
-        (_, capacity, *_), alike = self._key_of(like, rows, slots, kind)
-        if any(other[1] == capacity for other in alike):
-            return True
-        first: Any = like.layers[0]
-        needed, free = static_cache_bytes(like, rows, capacity), free_memory(first.keys.device)
-        if needed <= MEMORY_SHARE * free:
-            return True
-        text = "the call runs eagerly: K/V buffers of %d slots would take %.1f GB of %.1f GB that are free"
-        logger.warning(text, slots, needed / 1e9, free / 1e9)
-        return False
+    def _drop(self, key: tuple) -> None:
+        """Free buffers and their steps."""
+        buffers = self._buffers.pop(key)
+        for step in [step for step in self._steps if step[0] is buffers]:
+            del self._steps[step]
 
-    def _key_of(self, like: Cache, rows: int, slots: int, kind: BufferKind) -> tuple[tuple, list[tuple]]:
+    def fits(self, like: FilledCache, rows: int, slots: int, kind: BufferKind) -> bool:
+        """Whether [`buffers`] can reuse or allocate memory for K/V with these arguments."""
+        (_, capacity, *_), alike = self._key_of(like, rows, slots, kind)
+        return any(other[1] == capacity for other in alike) or self._can_allocate(like, rows, capacity)
+
+    def _can_allocate(self, like: FilledCache, rows: int, capacity: int) -> bool:
+        first: Any = like.cache.layers[0]
+        free = free_memory(first.keys.device) + like.is_spare * like.num_bytes
+        return static_cache_bytes(like, rows, capacity) <= MEMORY_SHARE * free
+
+    def _key_of(self, like: FilledCache, rows: int, slots: int, kind: BufferKind) -> tuple[tuple, list[tuple]]:
         """The key of the buffers to reuse or allocate, and the keys of all existing buffers that are large enough."""
-        first: Any = like.layers[0]
-        capacity = capacity_for(rows, slots)
-        others = (first.keys.dtype, len(like.layers), kind)
+        first: Any = like.cache.layers[0]
+        are_free, capacity = can_read_length(kind, like.cache), capacity_for(rows, slots)
+        if are_free and self._can_allocate(like, rows, larger := capacity_for(rows, slots, are_free=True)):
+            capacity = larger
+        others = (first.keys.dtype, len(like.cache.layers), kind)
         alike = [key for key in self._buffers if key[2:] == others and key[0] >= rows and key[1] >= capacity]
-        near = [key for key in alike if key[0] < 2 * rows and key[1] <= 2 * capacity]
+        near = [key for key in alike if key[0] < 2 * rows and (are_free or key[1] <= 2 * capacity)]
         return min(near, default=(rows, capacity, *others)), alike
 
     def smaller(self, buffers: StepBuffers, rows: int) -> StepBuffers | None:
@@ -181,6 +204,10 @@ class StepStore:
         step.logits = step.replay.run()
         self.replays += 1
         return step
+
+    def advance(self, buffers: StepBuffers) -> None:
+        """Let the next step go on after what the last pass accepts, without the host; see `StepBuffers.advance`."""
+        raise NotImplementedError
 
     def read(self, buffers: StepBuffers, before_waiting: Callable[[], None] | None = None) -> list[list[int]]:
         """Wait for the steps' results and return them; see `StepTensors.read`."""
@@ -241,6 +268,10 @@ class CompiledSteps(StepStore):
             self._free()
         super().refresh(parts)
 
+    def slots_for(self, like: FilledCache, rows: int, most: int, kind: BufferKind) -> int:
+        """See `StepStore.slots_for`."""
+        return slots_for_now(like.length, most)
+
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
         parts = buffers.parts
         self._reading = self._reading or StepReading(parts.weights, parts.draft_unembed.head)
@@ -285,9 +316,17 @@ class CapturedSteps(StepStore):
             self._fingerprint = fingerprint
         return step
 
+    def slots_for(self, like: FilledCache, rows: int, most: int, kind: BufferKind) -> int:
+        """See `StepStore.slots_for`: all, or as many as memory holds, of which answers seldom need more."""
+        slots, least = most, like.length + FIRST_SLOTS
+        while slots > least and not self.fits(like, rows, slots, kind):
+            below = 1 << ((slots + WIDEST - 1).bit_length() - 1)  # the next lower power of two
+            slots = max(least, below - WIDEST)
+        return slots
+
     def _replay_of(self, function: Callable[[], Any], buffers: StepBuffers, kind: str, tokens: int) -> Replay:
-        compiled, keys = None, buffers.cache.layers[0].keys
-        may_read = buffers.kind.is_causal and can_flash_decode(buffers.device, keys.dtype, keys.shape[-1])
+        compiled = None
+        may_read = can_read_length(buffers.kind, buffers.cache)
         with capturable_forward(buffers.parts.model, tokens), reading_lengths(may_read):
             if self.compiler is not None:
                 compiled = self.compiler.compile(function, buffers.state())
@@ -297,6 +336,20 @@ class CapturedSteps(StepStore):
             replay = self.make_replay(function, buffers.state(), buffers.device, self._pool)
         self._pool, replay.references = replay.pool, compiled
         return replay
+
+    def advance(self, buffers: StepBuffers) -> None:
+        """See `StepStore.advance`; the graph is captured uncompiled, which takes milliseconds."""
+        if buffers.advancing is None:
+            replay = self.make_replay(buffers.advance, buffers.state(), buffers.device, self._pool)
+            self._pool, buffers.advancing = replay.pool, replay.run
+        buffers.advancing()
+
+
+def can_read_length(kind: BufferKind, cache: Cache) -> bool:
+    """Whether attention reads the number of filled slots on the device, so that unfilled ones take no time."""
+    layers: list[Any] = cache.layers  # of the model and of the draft head
+    kinds = {(layer.keys.device, layer.keys.dtype, layer.keys.shape[-1]) for layer in layers}
+    return kind.is_causal and all(can_flash_decode(*one) for one in kinds)
 
 
 def reserved_bytes(device: torch.device) -> int:

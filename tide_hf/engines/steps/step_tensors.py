@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from ...base_model.unembed import DraftUnembed, Unembed
 from ...depth.masks import PassTree, current_tree, skipping_rejected
 from ...routers.routers import TIDERouters
 from ...weights.reading import WeightReading
+from ..gqa_attention import filled_up_to
 
 WIDTHS = (1, 2, 4, 8, 16)  # of verify passes; passes of other widths are padded to the next larger width
 WIDEST = WIDTHS[-1]
@@ -61,7 +63,8 @@ class BufferKind:
         has_head: Whether the draft head drafts; its K/V are then the last layer of the cache.
         has_scores: Whether the exit score of each draft token is computed.
         exit_layers: Those at which tokens may exit in `early_exit`; none in other modes.
-        is_causal: Whether masks hide no more than unfilled slots and later tokens: of one row, without padding.
+        is_causal: Whether attention is ours, and masks hide no more than unfilled slots and later tokens: of one row,
+            without padding.
         skips_rejected: Whether windows skip rejected tokens, which the rows of a batch leave in the cache.
         takes_trees: Whether passes over several tokens read trees.
     """
@@ -92,17 +95,17 @@ class StepTensors:
         self.parts, self.cache, self.device = parts, cache, first.keys.device
         self._bounds_positions = bounds_positions(parts.model.config.get_text_config())
         self._takes_positions = kind.position_shape is not None
-        leading, is_pinned, device = kind.position_shape or (), self.device.type == "cuda", self.device
+        leading, device, self._is_pinned = kind.position_shape or (), self.device, self.device.type == "cuda"
         # Start, draft steps, highest position, positions, last accepted, ids; for trees parents, depths, ancestors.
         num_ids, self._takes_trees = rows * WIDEST, kind.takes_trees
         sizes = (1, 1, 1, math.prod(leading) * rows, rows, num_ids, *([num_ids] * 3 if kind.takes_trees else []))
         with torch.inference_mode(False):
-            self._host_inputs = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=is_pinned)
             self.device_inputs = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
             self.mask = torch.ones((rows, first.keys.shape[2]), dtype=torch.int64, device=device)
             self.rejected = torch.zeros_like(self.mask) if kind.skips_rejected else None
             self._results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, device=device)
-            self._host_results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, pin_memory=is_pinned)
+            host: Any = {"device": "cpu", "pin_memory": self._is_pinned}
+            self._host_results = torch.zeros((rows, 2 * WIDEST), dtype=torch.int64, **host)
         inputs = self.device_inputs.split(sizes)
         self.start, self.num_drafted, self._highest_position, positions, self.last_accepted = inputs[:5]
         self._positions = positions.view(*leading, rows)
@@ -128,8 +131,10 @@ class StepTensors:
         last = last_kept if last_kept is not None else [0] * len(self.ids)
         by_kind = [position for kind in zip(*positions, strict=True) for position in kind]
         tree = _tree_inputs(parents or [CHAIN] * len(self.ids)) if self._takes_trees else []
-        self._host_inputs.copy_(torch.tensor([start, 0, highest_position, *by_kind, *last, *padded, *tree]))
-        self.device_inputs.copy_(self._host_inputs, non_blocking=True)
+        # In pinned memory of its own, which PyTorch keeps until it is copied: an earlier upload may not have been yet.
+        inputs = [start, 0, highest_position, *by_kind, *last, *padded, *tree]
+        uploaded = torch.tensor(inputs, device="cpu", pin_memory=self._is_pinned)
+        self.device_inputs.copy_(uploaded, non_blocking=True)
 
     def tree(self, width: int) -> PassTree | None:
         """The tree that a pass over `width` tokens reads; `None` where passes read chains."""
@@ -175,10 +180,14 @@ class StepTensors:
         return self._host_results.tolist()
 
     def advance(self) -> None:
-        """Make each row's top-1 token after its first one the input of the next pass, without the host."""
-        self.start.add_(1)
-        self._positions.add_(1)
-        self.ids[:, 0] = self._results[:, 0]
+        """Accept the tokens of draft steps that are the top-1 ones; let the next pass go on after them."""
+        is_drafted = torch.arange(1, WIDEST, device=self.device) <= self.num_drafted
+        is_right = (self._results[:, : WIDEST - 1] == self.ids[:, 1:]) & is_drafted
+        self.last_accepted.copy_(is_right.cumprod(dim=1).sum(dim=1))
+        self.start.add_(self.last_accepted[:1] + 1)  # the same in all rows, if there are several
+        self._positions.add_(self.last_accepted + 1)
+        self.ids[:, :1] = self._results.gather(1, self.last_accepted[:, None])
+        self.num_drafted.zero_()
 
     def forward(self, ids: Tensor, start: Tensor, offset: Tensor | int = 0) -> Any:
         """Run the model over (rows, width) tokens from slot `start` on, `offset` tokens after the first one."""
@@ -193,7 +202,9 @@ class StepTensors:
             if self._bounds_positions:
                 positions = torch.minimum(positions, self._highest_position)
             inputs["position_ids"] = positions
-        with skipping_rejected(self.rejected):
+        # Uncompiled layers know the filled slots by this, compiled ones by an argument. A CPU's read all slots.
+        filled = filled_up_to(position.position.end) if self.device.type != "cpu" else nullcontext()
+        with filled, skipping_rejected(self.rejected):
             return self.parts.model(**without_router_loss(self.parts.model, inputs), return_dict=True)
 
 
