@@ -70,8 +70,7 @@ def test_answers_are_those_of_generate_while_rows_leave_the_batch(family, attach
     if attached:
         TIDEModelForCausalLM.attach(model)
     before = [dict(vars(module)) for module in model.modules()]
-    with writing_passes(model, find_structure(model), NEW) as writer:
-        assert writer.most_rows == most_tokens
+    with writing_passes(model, find_structure(model), len(PROMPTS), NEW) as writer:
         fused.clear()
         assert written(model, writer) == whole
         fused.clear()
@@ -86,13 +85,11 @@ def test_answers_are_those_of_generate_while_rows_leave_the_batch(family, attach
 
 
 @pytest.mark.usefixtures("_kernels_are_ready")
-def test_rows_beyond_what_the_kernel_is_faster_for_are_written_by_generate(tiny_llama, fused):
+@pytest.mark.parametrize(("rows", "is_fused"), [(1024, True), (1025, False)])
+def test_batches_larger_than_the_kernel_is_faster_for_are_written_by_generate(tiny_llama, rows, is_fused):
     model = tiny_llama()
-    with writing_passes(model, find_structure(model), NEW) as writer:
-        writer.most_rows = len(PROMPTS) - 1
-        fused.clear()
-        assert written(model, writer) == plain_answers(model)
-    assert not fused
+    with writing_passes(model, find_structure(model), rows, NEW) as writer:
+        assert (writer is not None) == is_fused
 
 
 @pytest.mark.usefixtures("_kernels_are_ready")
@@ -100,7 +97,7 @@ def test_answers_end_at_the_deadline(tiny_llama, monkeypatch):
     model = tiny_llama()
     clock = iter(range(100))
     monkeypatch.setattr(fused_writing, "perf_counter", lambda: next(clock))
-    with writing_passes(model, find_structure(model), NEW) as writer:
+    with writing_passes(model, find_structure(model), len(PROMPTS), NEW) as writer:
         assert written(model, writer, deadline=3.5) == [answer[:5] for answer in plain_answers(model)]
 
 
@@ -108,7 +105,7 @@ def test_answers_end_at_the_deadline(tiny_llama, monkeypatch):
 def test_a_batch_of_own_prompts_is_repeatable(tiny_llama, tiny_tokenizer, fused):
     model = tiny_llama()
     (batch,) = plan_writing([], 16, 0, find_user_turn(tiny_tokenizer), 16)
-    with writing_passes(model, find_structure(model), NEW) as writer:
+    with writing_passes(model, find_structure(model), len(PROMPTS), NEW) as writer:
         first = write_documents(model, tiny_tokenizer, batch, 8, writer=writer)
         torch.manual_seed(1)
         assert write_documents(model, tiny_tokenizer, batch, 8, writer=writer) == first
@@ -120,12 +117,12 @@ def test_a_batch_of_own_prompts_is_repeatable(tiny_llama, tiny_tokenizer, fused)
 @pytest.mark.parametrize("family", ["gpt2", "gemma3_text", "mistral", "mamba", "qwen2_5_vl"])
 def test_other_models_write_by_generate(family, fused):
     model = tiny_model(family)
-    with writing_passes(model, find_structure(model), NEW) as writer:
+    with writing_passes(model, find_structure(model), len(PROMPTS), NEW) as writer:
         assert writer is None
 
 
 def test_kernels_are_not_waited_for(tiny_llama, fresh_kernels, monkeypatch):
     monkeypatch.setattr("tide_hf.kernels.cpu.cpp_kernels._load_kept", lambda _: False)
     model = tiny_llama()
-    with writing_passes(model, find_structure(model), NEW) as writer:
+    with writing_passes(model, find_structure(model), len(PROMPTS), NEW) as writer:
         assert writer is None

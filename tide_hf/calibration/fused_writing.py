@@ -33,11 +33,10 @@ class FusedWriter:
     Args:
         model: A model that reads nothing but text, and keeps all K/V.
         weights: How its weights are read.
-        most_rows: Up to how many rows the kernel is faster.
     """
 
-    def __init__(self, model: Any, weights: WeightReading, most_rows: int) -> None:
-        self.model, self.weights, self.most_rows = model, weights, most_rows
+    def __init__(self, model: Any, weights: WeightReading) -> None:
+        self.model, self.weights = model, weights
 
     @torch.no_grad()
     def continue_prompts(
@@ -52,7 +51,7 @@ class FusedWriter:
     ) -> list[list[int]]:
         """As `text.continue_prompts`; `choose` gives the next tokens (rows,) of logits (rows, V)."""
         passes: Any = self.weights.execute_layer(spare_slots=max_new_tokens)
-        cache = DynamicCache(config=self.model.config)
+        cache = plain_cache(self.model)
         ids, mask = left_padded(prompts, pad=pad).values()
         positions = (mask.cumsum(dim=-1) - 1).clamp(min=0)
         answers: list[list[int]] = [[] for _ in prompts]
@@ -86,14 +85,14 @@ def _moving_few(kept: list[int]) -> list[int]:
 
 @contextmanager
 def writing_passes(
-    model: PreTrainedModel, structure: DecoderStructure, max_new_tokens: int
+    model: PreTrainedModel, structure: DecoderStructure, rows: int, max_new_tokens: int
 ) -> Iterator[FusedWriter | None]:
-    """The context in which about `max_new_tokens` tokens a row are written.
+    """The context in which batches of up to `rows` rows are written, about `max_new_tokens` tokens a row in all.
 
-    Yields what writes them; `None` for models whose layers no kernel runs, or before it is built. The model's own
-    passes are then as fast as they can be.
+    Yields what writes them; `None` where no kernel runs the model's layers, or is faster for so many rows, or before it
+    is built. The model's own passes are then as fast as they can be.
     """
-    with _fused_writer(model, structure, max_new_tokens) as writer:
+    with _fused_writer(model, structure, rows, max_new_tokens) as writer:
         if writer is not None:
             yield writer
             return
@@ -103,7 +102,7 @@ def writing_passes(
 
 @contextmanager
 def _fused_writer(
-    model: PreTrainedModel, structure: DecoderStructure, max_new_tokens: int
+    model: PreTrainedModel, structure: DecoderStructure, rows: int, max_new_tokens: int
 ) -> Iterator[FusedWriter | None]:
     """Gates are on the layers meanwhile. Those of a model with TIDE attached, which it has already, are used."""
     attachment = getattr(model, "_tide", None)
@@ -114,10 +113,8 @@ def _fused_writer(
     try:
         with weights.in_call(EAGER, max_new_tokens):
             passes = weights.execute_layer() if _is_text_alone(model) else None
-            if passes is None or not passes.runs_each:
-                yield None
-            else:
-                yield FusedWriter(model, weights, passes.most_tokens)
+            suits = passes is not None and passes.runs_each and passes.most_tokens >= rows
+            yield FusedWriter(model, weights) if suits else None
     finally:
         if attachment is None:
             remove_gates(structure)
@@ -126,7 +123,13 @@ def _fused_writer(
 
 def _is_text_alone(model: PreTrainedModel) -> bool:
     """Whether a model's own config is that of its text model, and it keeps the K/V of all tokens."""
-    if model.config.get_text_config() is not model.config or not model._supports_default_dynamic_cache():
-        return False
-    layers = DynamicCache(config=model.config).layers
-    return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
+    return model.config.get_text_config() is model.config and plain_cache(model) is not None
+
+
+def plain_cache(model: PreTrainedModel) -> DynamicCache | None:
+    """An empty cache; `None` for models whose layers keep something other than all K/V."""
+    if not model._supports_default_dynamic_cache():
+        return None
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    is_plain = cache.layers and all(type(layer) is DynamicLayer for layer in cache.layers)
+    return cache if is_plain else None

@@ -92,7 +92,8 @@ class Pipeline:
         if self.work.has(DOCUMENTS):
             self.resumed_units += len(self.processes.share(self.work.facts(DOCUMENTS)["names"]))
         else:
-            with writing_passes(self.model, self.structure, num_batches * max_length) as writer:
+            size = self.settings.batch_size, num_batches * max_length
+            with writing_passes(self.model, self.structure, *size) as writer:
                 self._run_units("Writing text", names[:num_batches], partial(write, writer=writer))
             if self.processes.is_main:  # so that a run resumed with another time budget has the same documents
                 self.work.write(DOCUMENTS, {}, {"names": [name for name in names if self.work.has(name)]})

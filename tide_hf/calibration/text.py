@@ -31,7 +31,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import DynamicLayer
 
 from ..base_model.structure import CACHE, input_device
 from ..base_model.unembed import greedy_tokens, top_tokens
@@ -42,7 +41,7 @@ from ..depth.kv_cache import GrowingLayer
 from ..engines.gqa_attention import gqa_attention
 from .arguments import USUAL_SAMPLES, Settings
 from .documents import Document, describe_source, read_documents
-from .fused_writing import FusedWriter
+from .fused_writing import FusedWriter, plain_cache
 from .training import seeded
 
 TOP_K = 50
@@ -83,12 +82,9 @@ def draw(logits: Tensor, temperature: float) -> Tensor:
 
 def growing_cache(model: PreTrainedModel) -> DynamicCache | None:
     """A cache that appends in place; `None` for models whose layers keep something other than all K/V."""
-    if not model._supports_default_dynamic_cache():
-        return None
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    if not cache.layers or any(type(layer) is not DynamicLayer for layer in cache.layers):
-        return None
-    cache.layers = [GrowingLayer() for _ in cache.layers]
+    cache = plain_cache(model)
+    if cache is not None:
+        cache.layers = [GrowingLayer() for _ in cache.layers]
     return cache
 
 
@@ -108,11 +104,11 @@ def continue_prompts(
 
     A temperature of `None` decodes greedily. `ends` are the end-of-sequence tokens. Returns the new tokens of each
     prompt, without the end-of-sequence token. After `deadline` (in `perf_counter` seconds) no further stretch of
-    `STRETCH` tokens begins. A `writer` writes the answers, without `generate`, if its kernel is faster for so many.
+    `STRETCH` tokens begins. A `writer` writes the answers without `generate`.
     """
     if pad >= model.config.get_text_config().vocab_size:  # as the tokenizer's padding token may be
         pad = 0
-    if writer is not None and len(prompts) <= writer.most_rows:
+    if writer is not None:
         choose = greedy_tokens if temperature is None else partial(draw, temperature=temperature)
         return writer.continue_prompts(prompts, max_new_tokens, choose, ends=ends, pad=pad, deadline=deadline)
     sampling = LogitsProcessorList([] if temperature is None else [TopKSampling(temperature)])
