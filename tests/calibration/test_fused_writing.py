@@ -135,6 +135,14 @@ def test_other_models_write_by_generate(family, fused):
         assert writer is None
 
 
+@pytest.mark.usefixtures("_kernels_are_ready")
+def test_a_model_with_a_hook_in_one_layer_writes_by_generate(tiny_llama):
+    model = tiny_llama()
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    with writing_passes(model, find_structure(model), len(PROMPTS), NEW) as writer:
+        assert writer is None
+
+
 def test_kernels_are_not_waited_for(tiny_llama, fresh_kernels, monkeypatch):
     monkeypatch.setattr("tide_hf.kernels.cpu.cpp_kernels._load_kept", lambda _: False)
     model = tiny_llama()
