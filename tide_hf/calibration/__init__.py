@@ -1,10 +1,10 @@
 """Calibration: fit exit heads, routers and an exit threshold for a frozen model. [`calibrate`] runs all steps.
 
-`text` collects the user's documents or lets the model generate some; `documents` reads, splits and batches documents.
-`states` computes and stores hidden states. `heads` fits exit heads, `draft_head_training` trains a head that drafts
-with a layer of its own (by what `training` has), `router_training` trains the routers. `threshold` selects exit layers
-and certifies the exit threshold; `record` builds the calibration record. `arguments` checks arguments; `pipeline` runs
-the stages in a resumable `work_folder`, which processes may share.
+`text` collects the user's documents or lets the model generate some, on CPUs by `fused_writing`; `documents` reads,
+splits and batches documents. `states` computes and stores hidden states. `heads` fits exit heads, `draft_head_training`
+trains a head that drafts with a layer of its own (by what `training` has), `router_training` trains the routers.
+`threshold` selects exit layers and certifies the exit threshold; `record` builds the calibration record. `arguments`
+checks arguments; `pipeline` runs the stages in a resumable `work_folder`, which processes may share.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def calibrate(
         output_dir: Folder for routers, model card and unfinished work (in `.calibration`); `None` saves nothing and
             works in a temporary folder. Hidden states take disk space: `hidden_size` numbers of 2 or 4 bytes per token
             for each exit layer and the last layer.
-        max_minutes: Time budget; `None` for none. To stay within it, less text is generated or used, by rates measured
-            on the way, and heads are trained for a shorter time. The record lists what was cut short. Results then
-            depend on machine speed.
+        max_minutes: Time budget; `None` for none. It decides how much text is generated, unless `samples` does. To stay
+            within it, less text is generated or used, by rates measured on the way, and heads are trained for a shorter
+            time. The record lists what was cut short. Results then depend on machine speed.
         notes: Further JSON-serialisable entries of the record, such as the `"command"` that the card shows. They do
             not replace the calibration's own entries.
         progress: Show progress bars, and a table at the end.
@@ -169,8 +169,9 @@ def _warn_if_useless(head: Mapping[str, Any], num_parameters: int) -> None:
 def _run(pipeline: Pipeline, text: Text, select: bool, tolerance: float, confidence: float) -> dict[str, Any]:
     """Run the stages, convert the routers to the form that is saved, and return the record without its timing."""
     structure, settings = pipeline.structure, pipeline.settings
+    written = pipeline.write_text(text)
     with faster_passes(structure):
-        documents = pipeline.documents_in_time(pipeline.write_text(text))
+        documents = pipeline.documents_in_time(written)
         store = pipeline.read_states(documents)
         read, chosen = store.count_tokens("fit", structure.vocab_size)
         draft_vocab = frequent_tokens(read + chosen, settings.draft_vocab_size or structure.vocab_size)

@@ -17,6 +17,7 @@ from ..common.choices import LABELS, STRATEGIES, check_choice, check_counts, che
 from ..common.errors import CalibrationError, ConfigurationError, UnsupportedModelError, quoted, short
 from .heads import can_distil
 
+USUAL_SAMPLES = 2000
 LARGEST_SEED = 2**62  # stages add to the seed, and PyTorch's generators take 64 bits
 
 
@@ -25,9 +26,10 @@ class Settings:
     """The arguments of `calibrate` on which the results of its work units depend.
 
     Attributes:
-        samples: Number of documents: a tenth to tune (at most 150), four tenths to certify (at most 500), the rest to
-            fit. Certifying a tolerance of 2% with 95% confidence needs at least 373 documents; more documents give
-            better heads and more exits.
+        samples: Number of documents; by default 2,000, or of text that the model writes within `max_minutes`, as many
+            as its share of the time allows. A tenth is to tune (at most 150), four tenths to certify (at most 500), the
+            rest to fit. Certifying a tolerance of 2% with 95% confidence needs at least 373 documents; more documents
+            give better heads and more exits.
         max_length: Maximum document length in tokens; for generated documents and chats, maximum answer length.
         labels: What routers predict. `"agreement"`: that the exit head's top token is the full model's; `"cosine"`:
             that the hidden state is close to the final hidden state (the TIDE paper's rule); `"kl"`: that the exit
@@ -46,7 +48,7 @@ class Settings:
         start_from: Hash of the draft head that is trained further; `calibrate` sets it.
     """
 
-    samples: int = 2000
+    samples: int | None = None
     max_length: int = 128
     batch_size: int = 128
     seed: int = 0
@@ -72,8 +74,8 @@ def check_arguments(
     check_choice("exit_strategy", settings.exit_strategy, STRATEGIES)
     check_share("tolerance", tolerance, usual=0.02)
     check_share("confidence", confidence, usual=0.95)
-    check_counts(**{name: getattr(settings, name) for name in ("samples", "max_length", "batch_size")})
-    names = ("translator_rank", "draft_vocab_size", "draft_intermediate_size")
+    check_counts(**{name: getattr(settings, name) for name in ("max_length", "batch_size")})
+    names = ("samples", "translator_rank", "draft_vocab_size", "draft_intermediate_size")
     sizes = {name: getattr(settings, name) for name in names}
     check_counts(**{name: size for name, size in sizes.items() if size is not None})
     width = settings.draft_intermediate_size

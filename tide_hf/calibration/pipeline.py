@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..routers.routers import TIDERouters
 from .arguments import Settings
 from .documents import Document, num_positions, split_documents
 from .draft_head_training import DraftHeadStage, DraftHeadTrainer
+from .fused_writing import FusedWriter, writing_passes
 from .heads import can_distil, collect_moments, distil_head, draft_agreement, fit_head, frequent_tokens
 from .router_training import decide, fit_router
 from .states import StateReader, StateStore, top_tokens
@@ -37,7 +39,8 @@ FEWEST_DOCUMENTS = 10  # generated and used even if the time budget is spent
 TIMED_DOCUMENTS = 4  # to estimate the time of the stages after text
 DOCUMENTS, KEPT = "documents/list", "documents/kept"
 DRAFT_HEAD = "draft/head"
-HEAD_SHARE = 0.5  # share of the remaining time for training the head that drafts
+HEAD_SHARE = 0.75  # share of the remaining time for training the head that drafts
+DISK_SHARE = 0.5  # of the free disk space
 LEAST_HEAD_SHARE = 0.3  # that documents are left out for: a head hardly trained on more of them drafts worse
 
 
@@ -67,42 +70,46 @@ class Pipeline:
         """Stage (a): return the user's documents, or documents that the model generates if the user gave none."""
         if text.documents:
             return text.documents
+        num_batches = len(text.prompts) if self.end < math.inf else text.num_usual
         names = [f"documents/{number:05d}" for number in range(len(text.prompts))]
         at_least = -(-FEWEST_DOCUMENTS // self.settings.batch_size)
         deadline, longest = self._share_of_rest(WRITING_SHARE), 0.0
+        max_length = self.settings.max_length
 
-        def write(number: int) -> None:
+        def write(number: int, writer: FusedWriter | None) -> None:
             nonlocal longest
             begin = perf_counter()
             if number >= at_least and begin + longest > deadline:
                 return
             batch = text.prompts[number]
-            documents = write_documents(self.model, self.tokenizer, batch, self.settings.max_length, deadline)
+            documents = write_documents(self.model, self.tokenizer, batch, max_length, deadline, writer)
             self.work.write(names[number], {}, {"documents": [(one.tokens, one.first) for one in documents]})
             seconds = perf_counter() - begin
             if not longest:
-                self._say_estimate(seconds, len(names), deadline)
+                self._say_estimate(seconds, num_batches)
             longest = max(longest, seconds)
 
         if self.work.has(DOCUMENTS):
             self.resumed_units += len(self.processes.share(self.work.facts(DOCUMENTS)["names"]))
         else:
-            self._run_units("Writing text", names, write)
+            size = self.settings.batch_size, num_batches * max_length
+            with writing_passes(self.model, self.structure, *size) as writer:
+                self._run_units("Writing text", names[:num_batches], partial(write, writer=writer))
             if self.processes.is_main:  # so that a run resumed with another time budget has the same documents
                 self.work.write(DOCUMENTS, {}, {"names": [name for name in names if self.work.has(name)]})
             self.processes.wait()
         written = self.work.facts(DOCUMENTS)["names"]
-        if len(written) < len(names):
-            self.cut_short.append(f"{len(names) - len(written)} of {len(names)} batches of text")
+        if len(written) < text.num_usual:
+            self.cut_short.append(f"{text.num_usual - len(written)} of {text.num_usual} batches of text")
         return [Document(*document) for name in written for document in self.work.facts(name)["documents"]]
 
-    def _say_estimate(self, seconds: float, num_batches: int, deadline: float) -> None:
+    def _say_estimate(self, seconds: float, num_batches: int) -> None:
         """Say how long the calibration takes, given the seconds that a batch of text has taken."""
         whole = seconds * num_batches / self.processes.count / WRITING_SHARE
         ends = seconds + max(0.0, self.end - perf_counter())
         of_text = f"a batch of text takes {seconds:.0f} s, and text {WRITING_SHARE:.0%} of the time"
-        if whole <= ends:
-            self.steps.say(f"This will take about {whole / 60:.0f} minutes: {of_text}.")
+        if whole <= ends or self.settings.samples is None:
+            self.steps.say(f"This will take about {min(whole, ends) / 60:.0f} minutes: {of_text}.")
         else:
             limit = f"{whole / 60:.0f} minutes without a limit; less text is written within max_minutes"
             self.steps.say(f"This will take about {ends / 60:.0f} minutes, or {limit}: {of_text}.")
@@ -137,19 +144,26 @@ class Pipeline:
             splits = split_documents(documents[:kept], self.settings.seed)
             counts = {name: num_positions(part) for name, part in splits.items()}
             reading = seconds_per_token * sum(len(document.tokens) for document in documents[:kept])
-            if reading + self.seconds_per_position * self._positions_after_reading(counts) <= available:
+            seconds = reading + self.seconds_per_position * self._positions_after_reading(counts)
+            if seconds <= available and (self.settings.samples is not None or self._fits_on_disk(splits)):
                 break
             kept = max(FEWEST_DOCUMENTS, kept * 7 // 8)
         return kept
 
+    def _store(self, splits: dict[str, list[Document]]) -> StateStore:
+        return StateStore(self.work, splits, self.settings.batch_size, self._layers_to_read(), self.model.dtype)
+
+    def _fits_on_disk(self, splits: dict[str, list[Document]]) -> bool:
+        """Whether states take no more than `DISK_SHARE` of the disk, where no user has said how many documents."""
+        needed = self._store(splits).missing_bytes(self.structure.hidden_size)
+        return needed <= DISK_SHARE * self.work.free_bytes
+
     def read_states(self, documents: Sequence[Document]) -> StateStore:
         """Stage (b): store the base model's hidden states on the documents, one shard per batch of documents."""
-        splits = split_documents(documents, self.settings.seed)
-        layers = self._layers_to_read()
-        store = StateStore(self.work, splits, self.settings.batch_size, layers, self.model.dtype)
+        store = self._store(split_documents(documents, self.settings.seed))
         self.work.check_space(store.missing_bytes(self.structure.hidden_size))
         self.processes.wait()  # no process may write before all have checked the space
-        reader = StateReader(self.model, self.structure, self.unembed, layers)
+        reader = StateReader(self.model, self.structure, self.unembed, self._layers_to_read())
         shards = store.shards()
         names = [shard.name for shard in shards]
         self._run_units("Reading hidden states", names, lambda i: store.write(shards[i], reader))

@@ -7,6 +7,7 @@ close to its tuning data and far more varied than prompt templates (Magpie, Xu e
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -14,6 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import resources
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -29,16 +31,17 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.cache_utils import DynamicLayer
 
 from ..base_model.structure import CACHE, input_device
+from ..base_model.unembed import greedy_tokens, top_tokens
 from ..base_model.wrappers import base_inside
 from ..common.errors import CalibrationError, ChatTemplateError
 from ..common.token_ids import chat_text, eos_token_ids, left_padded, pad_token, prompt_tokens, truncate_at_eos
 from ..depth.kv_cache import GrowingLayer
 from ..engines.gqa_attention import gqa_attention
-from .arguments import Settings
+from .arguments import USUAL_SAMPLES, Settings
 from .documents import Document, describe_source, read_documents
+from .fused_writing import FusedWriter, plain_cache
 from .training import seeded
 
 TOP_K = 50
@@ -47,37 +50,41 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Share of prompts that the model writes. At 0.5, a head drafted better in chats but worse on tasks.
 OWN_SHARE = 0.25
 LONGEST_OWN_PROMPT = 48  # tokens; longer prompts are truncated
+MOST_ROUNDS = 5  # of `USUAL_SAMPLES` documents each, that are planned where time decides how many are written
+ROUND_SEEDS = 2**32  # between the seeds of rounds, so that they are not those of a calibration with the next seed
 PLACEHOLDER = "\ue000"  # a private-use character, which no chat template contains
 OWN_TEMPERATURE = 1.0
 TEMPERATURES = (0.7, 0.85, 1.0)  # for the half of the answers that is sampled
 
 
 class TopKSampling(LogitsProcessor):
-    """Top-k sampling inside greedy decoding, by the Gumbel-max trick.
-
-    The sampling of `generate` draws a random number for each token of the vocabulary, which took a quarter of the time
-    for 96 texts on a CPU. This class draws only `TOP_K` random numbers per row.
-    """
+    """Top-k sampling inside greedy decoding; see [`draw`]."""
 
     def __init__(self, temperature: float) -> None:
         self.temperature = temperature
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Set the logit of each row's sampled token to infinity, in `scores` (rows, vocabulary)."""
-        best, tokens = scores.topk(min(TOP_K, scores.shape[-1]))
-        noise = -torch.empty_like(best).exponential_().log()
-        drawn = tokens.gather(1, (best / self.temperature + noise).argmax(dim=-1, keepdim=True))
-        return scores.scatter_(1, drawn, torch.inf)
+        return scores.scatter_(1, draw(scores, self.temperature)[:, None], torch.inf)
+
+
+def draw(logits: Tensor, temperature: float) -> Tensor:
+    """Draw a token (rows,) among the `TOP_K` likeliest of logits (rows, vocabulary), by the Gumbel-max trick.
+
+    The sampling of `generate` draws a random number for each token of the vocabulary, which took a quarter of the time
+    for 96 texts on a CPU. This function draws only `TOP_K` random numbers per row.
+    """
+    best, tokens = top_tokens(logits, min(TOP_K, logits.shape[-1]))
+    best = best.float()
+    noise = -torch.empty_like(best).exponential_().log()
+    return tokens.gather(1, (best / temperature + noise).argmax(dim=-1, keepdim=True))[:, 0]
 
 
 def growing_cache(model: PreTrainedModel) -> DynamicCache | None:
     """A cache that appends in place; `None` for models whose layers keep something other than all K/V."""
-    if not model._supports_default_dynamic_cache():
-        return None
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    if not cache.layers or any(type(layer) is not DynamicLayer for layer in cache.layers):
-        return None
-    cache.layers = [GrowingLayer() for _ in cache.layers]
+    cache = plain_cache(model)
+    if cache is not None:
+        cache.layers = [GrowingLayer() for _ in cache.layers]
     return cache
 
 
@@ -91,16 +98,20 @@ def continue_prompts(
     ends: set[int],
     pad: int = 0,
     deadline: float = math.inf,
+    writer: FusedWriter | None = None,
 ) -> list[list[int]]:
     """Continue prompts in one batch, independently of the model's generation config.
 
     A temperature of `None` decodes greedily. `ends` are the end-of-sequence tokens. Returns the new tokens of each
     prompt, without the end-of-sequence token. After `deadline` (in `perf_counter` seconds) no further stretch of
-    `STRETCH` tokens begins.
+    `STRETCH` tokens begins. A `writer` writes the answers without `generate`.
     """
-    sampling = LogitsProcessorList([] if temperature is None else [TopKSampling(temperature)])
     if pad >= model.config.get_text_config().vocab_size:  # as the tokenizer's padding token may be
         pad = 0
+    if writer is not None:
+        choose = greedy_tokens if temperature is None else partial(draw, temperature=temperature)
+        return writer.continue_prompts(prompts, max_new_tokens, choose, ends=ends, pad=pad, deadline=deadline)
+    sampling = LogitsProcessorList([] if temperature is None else [TopKSampling(temperature)])
     options: dict[str, Any] = {"eos_token_id": sorted(ends) or None, "pad_token_id": pad, "logits_processor": sampling}
     cache, stretch = growing_cache(model), max_new_tokens
     if cache is not None:
@@ -159,14 +170,17 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase) -> UserTurn | None:
     return UserTurn(*turn) if found and all(turn) else None
 
 
-def write_prompts(model: PreTrainedModel, turn: UserTurn, count: int, ends: set[int]) -> list[list[int]]:
+def write_prompts(
+    model: PreTrainedModel, turn: UserTurn, count: int, ends: set[int], writer: FusedWriter | None = None
+) -> list[list[int]]:
     """Sample `count` user messages. A message ends at a token of `ends`, or at the first token of `turn.after`.
 
     Returns whole prompts, up to where the answer begins; empty messages are dropped.
     """
     starts = [turn.before] * count
     ends = {*ends, turn.after[0]}
-    written = continue_prompts(model, starts, LONGEST_OWN_PROMPT, temperature=OWN_TEMPERATURE, ends=ends)
+    options: dict[str, Any] = {"temperature": OWN_TEMPERATURE, "ends": ends, "writer": writer}
+    written = continue_prompts(model, starts, LONGEST_OWN_PROMPT, **options)
     return [turn.before + row + turn.after for row in written if row]
 
 
@@ -239,6 +253,7 @@ def write_documents(
     batch: PromptBatch,
     max_length: int,
     deadline: float = math.inf,
+    writer: FusedWriter | None = None,
 ) -> list[Document]:
     """Generate answers to a batch of prompts, after sampling the prompts themselves where needed.
 
@@ -249,11 +264,11 @@ def write_documents(
     with seeded(batch.seed, input_device(model)):
         prompts = list(batch.prompts)
         if batch.turn is not None:
-            prompts += write_prompts(model, batch.turn, batch.num_own, ends)
+            prompts += write_prompts(model, batch.turn, batch.num_own, ends, writer)
         if not prompts:
             return []
-        options: dict[str, Any] = {"temperature": batch.temperature, "ends": ends, "pad": pad, "deadline": deadline}
-        answers = continue_prompts(model, prompts, max_length, **options)
+        options: dict[str, Any] = {"temperature": batch.temperature, "ends": ends, "pad": pad}
+        answers = continue_prompts(model, prompts, max_length, deadline=deadline, writer=writer, **options)
     answers = [answer[: max_length - 1] for answer in answers]  # the prompt's last position is counted too
     return [Document(prompt + answer, len(prompt) - 1) for prompt, answer in zip(prompts, answers, strict=True)]
 
@@ -269,13 +284,15 @@ def _fill_slots(template: str, slots: dict[str, list[str]], rng: random.Random) 
 class Text:
     """The user's documents, or batches of prompts for the model to answer.
 
-    `description` names the source in the record; `num_skipped` counts rows that could not be used.
+    `description` names the source in the record; `num_skipped` counts rows that could not be used. `num_usual` batches
+    of prompts are answered where no time budget says how many.
     """
 
     documents: list[Document]
     prompts: list[PromptBatch]
     description: str
     num_skipped: int = 0
+    num_usual: int = 0
 
     def digest(self) -> str:
         """A hash of documents and prompts."""
@@ -292,15 +309,17 @@ class Text:
 
 def load_documents(dataset: object, tokenizer: PreTrainedTokenizerBase, settings: Settings) -> Text:
     """Read the user's data, or draw prompts if `dataset` is `None`; [`CalibrationError`] if it cannot be used."""
-    samples, seed = settings.samples, settings.seed
+    samples, seed = settings.samples or USUAL_SAMPLES, settings.seed
     if dataset is not None:
         options = {"samples": samples, "max_length": settings.max_length, "seed": seed}
         documents, num_skipped = read_documents(dataset, tokenizer, **options)
         return Text(documents, [], describe_source(dataset), num_skipped)
+    num_rounds = 1 if settings.samples is not None else MOST_ROUNDS
     try:
         turn = find_user_turn(tokenizer)
         num_own = round(OWN_SHARE * samples) if turn is not None else 0
-        prompts = [prompt_tokens(tokenizer, prompt) for prompt in draw_prompts(samples - num_own, seed)]
+        drawn = samples - num_own
+        prompts = [prompt_tokens(tokenizer, prompt) for prompt in draw_prompts(num_rounds * drawn, seed)]
     except ChatTemplateError as error:
         raise CalibrationError(
             "the chat template refuses a chat of a single user message",
@@ -309,4 +328,8 @@ def load_documents(dataset: object, tokenizer: PreTrainedTokenizerBase, settings
             do="Pass texts or chats of your own as dataset, or a tokenizer with another chat_template.",
         ) from error
     source = describe_source(None) + (", and to prompts of its own" if num_own else "")
-    return Text([], plan_writing(prompts, settings.batch_size, seed, turn, num_own), source)
+    rounds = [
+        plan_writing(part, settings.batch_size, seed + number * ROUND_SEEDS, turn, num_own)
+        for number, part in enumerate(prompts[i : i + drawn] for i in range(0, len(prompts), drawn))
+    ]
+    return Text([], list(itertools.chain(*rounds)), source, num_usual=len(rounds[0]))

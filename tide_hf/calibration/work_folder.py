@@ -146,9 +146,14 @@ class WorkFolder:
                 unfinished.unlink()
         processes.wait()
 
+    @property
+    def free_bytes(self) -> int:
+        """Free space on the disk, in bytes."""
+        return shutil.disk_usage(self.folder).free
+
     def check_space(self, needed: int) -> None:
         """Raise [`CalibrationError`] if fewer than `needed` bytes are free on the disk."""
-        free, needed = shutil.disk_usage(self.folder).free, needed + SPARE_BYTES
+        free, needed = self.free_bytes, needed + SPARE_BYTES
         if needed > free:
             raise CalibrationError(
                 "hidden states do not fit on the disk",
@@ -169,7 +174,7 @@ class WorkFolder:
                 raise
             raise CalibrationError(
                 f"the disk is full: {file} could not be written",
-                got=f"{shutil.disk_usage(self.folder).free} bytes free",
+                got=f"{self.free_bytes} bytes free",
                 expected=f"at least {len(content)} for this file",
                 do="Make room and start again with the same arguments: with an output_dir it resumes here.",
             ) from error

@@ -81,7 +81,11 @@ threshold_list = _list_of(threshold, "thresholds such as 0.9,0.8")
 # Options that are passed on to a function if the user gives them: type or choices, the function's default, and help.
 CALIBRATE_OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "dataset": (str, None, "what to calibrate on (default: text that the model itself writes)"),
-    "samples": (positive, 2000, "number of documents"),
+    "samples": (
+        positive,
+        None,
+        "number of documents (default: 2000; of self-written ones, as many as the time limit allows)",
+    ),
     "max_length": (positive, 128, "tokens after which a document, or a self-written answer, is cut"),
     "labels": (LABELS, "agreement", "what a router predicts"),
     "exit_strategy": (STRATEGIES, "eagle3", "eagle3: linear exit heads and a draft head; or exit heads alone"),

@@ -23,7 +23,7 @@ from .fused_layers import FusedLayer, FusedLayers, FusedStack
 from .layouts import DECODE_ROWS, sum_alike
 from .linear_gate import layouts_now
 
-SPARE_SLOTS = 64  # of buffers, besides a quarter of those that are filled
+SPARE_SLOTS = 64
 
 
 class _Buffers:
@@ -52,6 +52,13 @@ class _Buffers:
         index = torch.tensor(slots) + start
         self.parts[..., start : start + len(slots), :] = self.parts.index_select(-2, index)
 
+    def keep_rows(self, order: list[int]) -> None:
+        """Keep these rows of all layers, in this order; only those are copied that change their place."""
+        moved = [row for row, before in enumerate(order) if row != before]
+        self.parts[:, :, moved] = self.parts[:, :, [order[row] for row in moved]]
+        self.parts, self.rows = self.parts[:, :, : len(order)], len(order)
+        self.keys, self.values = (list(part.unbind()) for part in self.parts)
+
     def show(self, layers: range, length: int) -> None:
         """Give layers of the cache the first `length` slots."""
         filled = (part[layers.start : layers.stop, :, :, :length].unbind() for part in self.parts)
@@ -66,10 +73,14 @@ class FusedPasses:
     Args:
         layers: The model's layers.
         found: Those that the kernel runs, by index, and up to how many tokens.
+        spare_slots: Of buffers, besides a quarter of those that are filled.
     """
 
-    def __init__(self, layers: FusedLayers, found: dict[int, tuple[FusedLayer, int]]) -> None:
+    def __init__(
+        self, layers: FusedLayers, found: dict[int, tuple[FusedLayer, int]], spare_slots: int = SPARE_SLOTS
+    ) -> None:
         self._found, self._layers, self._num_layers = found, layers, layers.structure.num_layers
+        self._spare_slots = spare_slots
         self.most_tokens = min(limit for _, limit in found.values())  # of a pass whose layers the kernel runs
         self._may_join = layers.may_join
         self._is_chain = True  # so far in this pass
@@ -82,6 +93,11 @@ class FusedPasses:
         self._buffers: dict[tuple[int, int], _Buffers] = {}  # by heads and their size
         self._awaits_keep = False  # whether each pass over all layers is followed by `keep`
         self._unshown: _Buffers | None = None  # what the cache gets by `keep`
+
+    @property
+    def runs_each(self) -> bool:
+        """Whether the kernel runs each layer of the model."""
+        return len(self._found) == self._num_layers
 
     @property
     def run_all(self) -> bool:
@@ -112,6 +128,15 @@ class FusedPasses:
         buffers.show(range(self._num_layers), start + len(slots))
         return True
 
+    def keep_rows(self, cache: Any, order: list[int]) -> None:
+        """Keep these rows of the cache, in this order; those that stay in their place are not copied."""
+        buffers = [one for one in self._buffers.values() if one.cache is cache]
+        if not self._by_kernel or len(buffers) != 1:
+            cache.batch_select_indices(torch.tensor(order))
+            return
+        buffers[0].keep_rows(order)
+        buffers[0].show(range(self._num_layers), cache.get_seq_length())
+
     def __call__(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer, and with it those that may run in the same call, in place of its own forward."""
         state, idx = input_state(args, kwargs), gate.layer_idx
@@ -123,7 +148,7 @@ class FusedPasses:
                 raise _changed(idx)
             return gate.with_state(None, state)
         if idx == 0:
-            self._first, self._by_kernel = state, len(self._found) == self._num_layers
+            self._first, self._by_kernel = state, self.runs_each
         self._is_chain = idx == 0 or (self._is_chain and is_next and follows)
         fused, limit = self._found.get(idx, (None, 0))
         suits = fused is not None and _may_run(state.shape[0] * state.shape[1], limit) and _is_plain(kwargs.get(CACHE))
@@ -185,7 +210,7 @@ class FusedPasses:
         heads, size, (rows, width) = self._found[idx][0].kv_heads, self._found[idx][0].head_size, state.shape[:2]
         kept = self._buffers.get((heads, size))
         if kept is None or kept.cache is not cache or kept.rows != rows or kept.num_slots < length + width:
-            slots = length + width + SPARE_SLOTS + length // 4
+            slots = length + width + self._spare_slots + length // 4
             kept = _Buffers(cache, state.new_empty(2, self._num_layers, rows, heads, slots, size))
             self._buffers[heads, size] = kept
         return kept

@@ -15,7 +15,7 @@ from ..routers.draft_head import DraftHead
 from ..routers.routers import TIDERouters
 from .fused_head import FusedHead, fused_head
 from .fused_layers import FusedLayer, FusedLayers
-from .fused_passes import FusedPasses
+from .fused_passes import SPARE_SLOTS, FusedPasses
 from .layouts import (
     DECODE_ROWS,
     PYTORCH_LAYOUTS,
@@ -175,13 +175,13 @@ class WeightReading:
         """The context of a prompt whose layers are compiled."""
         return allowed_layouts(PROMPT_LAYOUTS)
 
-    def execute_layer(self, num_layers: int | None = None) -> FusedPasses | None:
+    def execute_layer(self, num_layers: int | None = None, spare_slots: int = SPARE_SLOTS) -> FusedPasses | None:
         """What runs decoder layers in an eager call, where that is not their own forward; see [`FusedPasses`].
 
         With `num_layers`, only the first ones.
         """
         found = {} if self.use_kernels is False else self.fused_layers.with_limits(num_layers)
-        return FusedPasses(self.fused_layers, found) if found else None
+        return FusedPasses(self.fused_layers, found, spare_slots) if found else None
 
     def fused_head(self, head: DraftHead) -> FusedHead | None:
         """What runs the draft head in the eager calls of a single row, where that is not the head itself."""
