@@ -9,6 +9,7 @@ from tide_hf.base_model.structure import find_structure
 from tide_hf.calibration import fused_writing
 from tide_hf.calibration.fused_writing import writing_passes
 from tide_hf.calibration.text import continue_prompts, find_user_turn, plan_writing, write_documents
+from tide_hf.engines import warm_up
 from tide_hf.kernels.cpu.cpp_kernels import build_kernels
 from tide_hf.weights.fused_layers import MEASURED_WIDTHS, FusedStack, Probe
 from tide_hf.weights.fused_passes import SPARE_SLOTS
@@ -143,8 +144,14 @@ def test_a_model_with_a_hook_in_one_layer_writes_by_generate(tiny_llama):
         assert writer is None
 
 
-def test_kernels_are_not_waited_for(tiny_llama, fresh_kernels, monkeypatch):
+@pytest.mark.parametrize("worth", [0, 2**30])  # bytes of weights
+def test_kernels_are_built_where_they_pay(tiny_llama, fresh_kernels, monkeypatch, worth):
     monkeypatch.setattr("tide_hf.kernels.cpu.cpp_kernels._load_kept", lambda _: False)
+    built = []
+    monkeypatch.setattr(warm_up, "build_kernels", lambda dtype: built.append(dtype) or False)
+    monkeypatch.setattr(warm_up, "obstacle_to_build", lambda _: None)
+    monkeypatch.setattr(warm_up, "WORTH_A_BUILD", worth)
     model = tiny_llama()
     with writing_passes(model, find_structure(model), len(PROMPTS), NEW) as writer:
         assert writer is None
+    assert built == ([] if worth else [model.dtype])

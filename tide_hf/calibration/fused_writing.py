@@ -21,6 +21,7 @@ from ..common.choices import EAGER
 from ..common.token_ids import left_padded, truncate_at_eos
 from ..depth.gates import LayerRun, active, open_gates, remove_gates
 from ..engines.gqa_attention import gqa_attention
+from ..engines.warm_up import build_while_attaching
 from ..weights.linear_gate import faster_passes
 from ..weights.reading import WeightReading
 
@@ -89,8 +90,8 @@ def writing_passes(
 ) -> Iterator[FusedWriter | None]:
     """The context in which batches of up to `rows` rows are written, about `max_new_tokens` tokens a row in all.
 
-    Yields what writes them; `None` where no kernel runs the model's layers, or is faster for so many rows, or before it
-    is built. The model's own passes are then as fast as they can be.
+    Yields what writes them; `None` where no kernel runs the model's layers, or is faster for so many rows, or can be
+    built, as it is where that pays. The model's own passes are then as fast as they can be.
     """
     with _fused_writer(model, structure, rows, max_new_tokens) as writer:
         if writer is not None:
@@ -111,6 +112,8 @@ def _fused_writer(
         weights.open(model)
         open_gates(structure)
     try:
+        if attachment is None:
+            build_while_attaching(weights, may_upcast=False)
         with weights.in_call(EAGER, max_new_tokens):
             passes = weights.execute_layer() if _is_text_alone(model) else None
             suits = passes is not None and passes.runs_each and passes.most_tokens >= rows
