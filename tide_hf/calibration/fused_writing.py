@@ -108,11 +108,10 @@ def _fused_writer(
     """Gates are on the layers meanwhile. Those of a model with TIDE attached, which it has already, are used."""
     attachment = getattr(model, "_tide", None)
     weights = WeightReading(structure, None) if attachment is None else attachment.weights
-    if attachment is None:
-        weights.open(model)
-        open_gates(structure)
     try:
         if attachment is None:
+            weights.open(model)
+            open_gates(structure)
             build_while_attaching(weights, may_upcast=False)
         with weights.in_call(EAGER, max_new_tokens):
             passes = weights.execute_layer() if _is_text_alone(model) else None

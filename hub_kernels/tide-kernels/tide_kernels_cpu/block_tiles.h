@@ -29,9 +29,9 @@ struct Int8Tiles {
   }
 };
 
-// 4-bit integers, which are written as tiles. 12 bits of a value are two digits, to base 16, of which one meets the weights and
-// the other 16 times the weights, in the same row of a tile: so a value takes two rows, and eight tokens share an
-// instruction.
+// 4-bit integers, which are written as tiles. 12 bits of a value are two digits, the lower 4 bits and the upper 8: the first meets
+// the weights, and the second 16 times the weights, in the same row of a tile. So a value takes two rows, and eight tokens
+// share an instruction.
 struct Int4Tiles {
   struct alignas(64) Digits {
     static constexpr bool kInByteOrder = true;
@@ -81,10 +81,8 @@ constexpr int64_t kBlockTokens = kTileRows / Tiles::kRows;  // rows of the input
 template <class Tiles>
 inline void add_sums(const TileSums& sums, const BlockFacts* facts, int64_t rows, Floats scale, Floats zero, float* found,
                      int64_t stride) {
-  for (int64_t m = 0; m < rows; ++m, found += stride) {
-    const Floats value = Tiles::value(sums + m * Tiles::kRows) * Floats(facts[m].unit);
-    at::vec::fmadd(value, scale, at::vec::fmadd(Floats(facts[m].sum), zero, Floats::loadu(found))).store(found);
-  }
+  for (int64_t m = 0; m < rows; ++m, found += stride)
+    add_block(Tiles::value(sums + m * Tiles::kRows), facts[m], scale, zero, found);
 }
 
 // Multiply all rows of the input by kPanels panels; found (rows, kPanels, 16).
@@ -95,18 +93,17 @@ void multiply_tiles_of_blocks(const Blocks<typename Tiles::Digits>& x, const cha
   alignas(64) char tiles[2][kPanels][Tiles::kAreWritten ? kTileBytes : 1];
   alignas(64) TileSums sums[2][kPanels];
   const int64_t of_block = x.columns * Tiles::kBytes, stride = x.count * of_block, rows = x.rows, count = x.count;
-  const auto group_of = [per_group = count / scales.groups](int64_t b) { return per_group == 1 ? b : b / per_group; };
   const auto read = [&](auto p, int64_t b) ALWAYS_INLINE {  // for the first time, while what is needed later is fetched
     const int64_t ahead = blocks_ahead(b, count, kPanels);
     const char* from = w + p * stride + b * of_block;
-    scales.fetch(p, group_of(b + ahead));
+    scales.fetch(p, x.group_of(b + ahead));
     for (int64_t i = 0; i < of_block; i += 64) prefetch(from + i, ahead * of_block);
     if constexpr (Tiles::kAreWritten) Tiles::write(from, tiles[b % 2][p]);
   };
   int64_t step = 0, last_block = 0, last_row = 0;
   const auto add_last = [&] {
     const BlockFacts* facts = x.facts + last_block * rows + last_row;
-    const int64_t g = group_of(last_block), some = std::min(kTokens, rows - last_row);
+    const int64_t g = x.group_of(last_block), some = std::min(kTokens, rows - last_row);
     for_each(kAll, [&](auto p) ALWAYS_INLINE {
       add_sums<Tiles>(sums[(step + 1) % 2][p], facts, some, scales.at(p, g, 0), scales.at(p, g, kPanelRows),
                       found + (last_row * kPanels + p) * kPanelRows, kPanels * kPanelRows);
@@ -142,10 +139,9 @@ void multiply_by_block_tiles(const Value* given, int64_t input_id, int64_t rows,
   static constexpr auto kByPanels = blocks_for_panels<Tiles>(std::make_integer_sequence<int, kTilePanels>());
   constexpr int64_t kTokens = kBlockTokens<Tiles>;
   thread_local std::vector<float> found;
-  const int64_t columns = block_columns(size / scales.groups);
-  const auto x = blocks_of<typename Tiles::Digits>(given, input_id, rows, size, columns, kTokens);
+  const auto x = blocks_of<typename Tiles::Digits>(given, input_id, rows, size, scales.groups, kTokens);
   found.resize(rows * kTilePanels * kPanelRows);
-  configure_tiles(std::min(rows, kTokens) * Tiles::kRows, Tiles::input_bytes(columns));
+  configure_tiles(std::min(rows, kTokens) * Tiles::kRows, Tiles::input_bytes(x.columns));
   for (int64_t n = 0; n < count; n += kTilePanels * kPanelRows) {
     const int64_t panels = std::min<int64_t>(kTilePanels, (count - n) / kPanelRows);
     kByPanels[panels - 1](x, w + n * size * Tiles::kBytes / kPanelRows, scales.from(n), found.data());

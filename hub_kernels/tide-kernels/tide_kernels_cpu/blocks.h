@@ -26,6 +26,12 @@ struct BlockFacts {  // what the sums of a block's integers are multiplied by, N
   float unit, sum;
 };
 
+inline int32_t four_bytes(const int8_t* bytes) {
+  int32_t found;
+  std::memcpy(&found, bytes, sizeof(found));
+  return found;
+}
+
 inline float power_of_two(int exponent) {
   const int32_t bits = (127 + exponent) << 23;
   float found;
@@ -92,11 +98,7 @@ inline Bytes upper_halves(const char* w) {
   return _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(w), 4), _mm512_set1_epi8(15));
 }
 inline Sums no_sums() { return _mm512_setzero_si512(); }
-inline FourDigits four_digits(const int8_t* digits) {
-  int32_t found;
-  std::memcpy(&found, digits, sizeof(found));
-  return _mm512_set1_epi32(found);
-}
+inline FourDigits four_digits(const int8_t* digits) { return _mm512_set1_epi32(four_bytes(digits)); }
 inline Sums add_products(Sums sums, Bytes w, FourDigits digits) {
 #if defined(__AVX512VNNI__)
   return _mm512_dpbusd_epi32(sums, w, digits);
@@ -128,11 +130,7 @@ inline Bytes upper_halves(const char* w) {
   return _mm256_and_si256(_mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(15));
 }
 inline Sums no_sums() { return _mm256_setzero_si256(); }
-inline FourDigits four_digits(const int8_t* digits) {
-  int32_t found;
-  std::memcpy(&found, digits, sizeof(found));
-  return _mm256_set1_epi32(found);
-}
+inline FourDigits four_digits(const int8_t* digits) { return _mm256_set1_epi32(four_bytes(digits)); }
 inline Sums add_products(Sums sums, Bytes w, FourDigits digits) {
   return _mm256_add_epi16(sums, _mm256_maddubs_epi16(w, digits));
 }
@@ -187,25 +185,32 @@ ALWAYS_INLINE inline Floats value_of_digits(Sums first, Sums second, Sums third)
   return at::vec::fmadd(in_floats(settled(third)), Floats(65536.0f), joined(settled(first), settled(second)));
 }
 
-// The input of a product, (count, rows) blocks of some columns.
+// Add a block's product, of which `value` is the sum of integers, to a register of found.
+ALWAYS_INLINE inline void add_block(Floats value, const BlockFacts& facts, Floats scale, Floats zero, float* found) {
+  const Floats sum = at::vec::fmadd(Floats(facts.sum), zero, Floats::loadu(found));
+  at::vec::fmadd(value * Floats(facts.unit), scale, sum).store(found);
+}
+
+// The input of a product, (count, rows) blocks of some columns, `per_group` of them in a group.
 template <class Digits>
 struct Blocks {
   const Digits* digits;
   const BlockFacts* facts;
-  int64_t rows, count, columns;
-  Blocks from(int64_t row) const { return {digits + row, facts + row, rows, count, columns}; }
+  int64_t rows, count, columns, per_group;
+  Blocks from(int64_t row) const { return {digits + row, facts + row, rows, count, columns, per_group}; }
+  int64_t group_of(int64_t block) const { return per_group == 1 ? block : block / per_group; }
 };
 
 inline int64_t block_columns(int64_t group) { return group % 32 == 0 ? 32 : 16; }
 
 // The blocks of an input, which a thread keeps. `spare` rows behind the last block's hold anything.
 template <class Digits>
-inline Blocks<Digits> blocks_of(const Value* given, int64_t input_id, int64_t rows, int64_t size, int64_t columns,
+inline Blocks<Digits> blocks_of(const Value* given, int64_t input_id, int64_t rows, int64_t size, int64_t groups,
                                 int64_t spare = 0) {
   thread_local KnownInput known;
   thread_local std::vector<Digits> digits;
   thread_local std::vector<BlockFacts> facts;
-  const int64_t count = size / columns;
+  const int64_t columns = block_columns(size / groups), count = size / columns;
   if (known.replace({given, input_id, rows, columns})) {
     digits.resize(count * rows + spare), facts.resize(count * rows);
     for (int64_t m = 0; m < rows; ++m)
@@ -215,7 +220,7 @@ inline Blocks<Digits> blocks_of(const Value* given, int64_t input_id, int64_t ro
         write_digits(integers, digits[b * rows + m]);
       }
   }
-  return {digits.data(), facts.data(), rows, count, columns};
+  return {digits.data(), facts.data(), rows, count, columns, count / groups};
 }
 
 // How many blocks behind block b of `panels` panels, of `size` blocks, those lie that are fetched with it.
@@ -232,10 +237,9 @@ void multiply_blocks(Blocks<Int4Digits> x, const char* w, const PanelScales& sca
   constexpr std::make_integer_sequence<int, kRegisters> kAllRegisters;
   constexpr std::make_integer_sequence<int, kBlockDigits> kAllDigits;
   const int64_t of_block = x.columns / Int4Panel::kStep * Int4Panel::kBytes, stride = x.count * of_block;  // of a panel
-  const auto group_of = [per_group = x.count / scales.groups](int64_t b) { return per_group == 1 ? b : b / per_group; };
   std::fill(found, found + kRows * kPanels * kPanelRows, 0.0f);
   for (int64_t b = 0; b < x.count; ++b, x.digits += x.rows, x.facts += x.rows) {
-    const int64_t ahead = blocks_ahead(b, x.count, kPanels), g = group_of(b);
+    const int64_t ahead = blocks_ahead(b, x.count, kPanels), g = x.group_of(b);
     Sums sums[kRows][kRegisters][kBlockDigits];
     for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
       for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE {
@@ -261,13 +265,11 @@ void multiply_blocks(Blocks<Int4Digits> x, const char* w, const PanelScales& sca
     }
     for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE {
       constexpr int kPanel = r / kPerPanel, kPlace = r % kPerPanel * Floats::size();
-      if (kPlace == 0) scales.fetch(kPanel, group_of(b + ahead));
+      if (kPlace == 0) scales.fetch(kPanel, x.group_of(b + ahead));
       const Floats scale = scales.at(kPanel, g, kPlace), zero = scales.at(kPanel, g, kPanelRows + kPlace);
       for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
         float* to = found + (m * kRegisters + r) * Floats::size();
-        const Floats sum = at::vec::fmadd(Floats(x.facts[m].sum), zero, Floats::loadu(to));
-        const Floats value = value_of_digits(sums[m][r][0], sums[m][r][1], sums[m][r][2]);
-        at::vec::fmadd(value * Floats(x.facts[m].unit), scale, sum).store(to);
+        add_block(value_of_digits(sums[m][r][0], sums[m][r][1], sums[m][r][2]), x.facts[m], scale, zero, to);
       });
     });
   }

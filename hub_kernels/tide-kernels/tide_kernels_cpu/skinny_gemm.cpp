@@ -290,12 +290,11 @@ void multiply_rows(const Value* x, int64_t rows, const Weight* w, int64_t size, 
 // Multiply all rows of the input by rows of a weight of 4-bit integers in panels.
 void multiply_int4_by_panels(const RowsOfProduct& call, const Value* x, const PanelScales& scales, const Value* bias, Value* y) {
   const auto* w = static_cast<const char*>(call.weight->values) + call.first * call.size / 2;
-  const int64_t columns = block_columns(call.size / scales.groups);
 #if defined(TIDE_AMX)
-  if (call.rows > kFewTokens && columns == kBlockColumns)
+  if (call.rows > kFewTokens && block_columns(call.size / scales.groups) == kBlockColumns)
     return multiply_by_block_tiles<Int4Tiles>(x, call.input_id, call.rows, call.size, w, scales, bias, y, call.stride, call.count);
 #endif
-  const auto blocks = blocks_of<Int4Digits>(x, call.input_id, call.rows, call.size, columns);
+  const auto blocks = blocks_of<Int4Digits>(x, call.input_id, call.rows, call.size, scales.groups);
   multiply_int4_panels(blocks, w, scales, bias, y, call.stride, call.count);
 }
 
@@ -316,7 +315,7 @@ void multiply_by_panels(const RowsOfProduct& call, const Value* x, const Value* 
     if constexpr (std::is_same_v<Panel, BFloat16Panel>) {
       const auto run = call.rows == 1 ? multiply_row_by_panels : multiply_by_tiles;
       if (fit_tiles(call.size)) return run(x, call.input_id, call.rows, call.size, w, bias, y, call.stride, call.count);
-    } else if constexpr (kIsGrouped && std::is_same_v<Panel, Int8Panel>) {
+    } else if constexpr (kIsGrouped) {
       return multiply_by_block_tiles<Int8Tiles>(x, call.input_id, call.rows, call.size, w, scales, bias, y, call.stride,
                                                 call.count);
     } else if constexpr (std::is_same_v<Panel, Int8Panel>) {
