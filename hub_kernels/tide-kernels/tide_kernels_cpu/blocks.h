@@ -39,38 +39,43 @@ inline float power_of_two(int exponent) {
   return found;
 }
 
+using Integers = at::vec::Vectorized<int32_t>;  // as many as a register of floats
+
+// Integers in the order of kByteColumns.
+inline Integers in_byte_order(const Integers& integers) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15), integers);
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_permutevar8x32_epi32(integers, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+#else
+  int32_t from[Integers::size()], to[Integers::size()];
+  integers.store(from);
+  for (int k = 0; k < Integers::size(); ++k) to[k] = from[k / 8 * 8 + kByteColumns[k % 8]];
+  return Integers::loadu(to);
+#endif
+}
+
 // Round a block of a row of the input to fixed point, in the order of kByteColumns or of the columns.
 template <bool kInByteOrder>
 inline BlockFacts fixed_block(const Value* x, int64_t columns, int32_t* integers) {
-  int32_t largest = 0;  // the bits of the largest value
-  Floats sum(0.0f);
-#if defined(CPU_CAPABILITY_AVX512)
-  const Floats values[] = {load(x, columns), load(x + 16, columns - 16)};
-  const auto bits = [&](int i) { return _mm512_and_si512(_mm512_castps_si512(values[i]), _mm512_set1_epi32(0x7FFFFFFF)); };
-  largest = _mm512_reduce_max_epi32(_mm512_max_epi32(bits(0), bits(1)));
-  sum = values[0] + values[1];
-#else
-  float values[kBlockColumns] = {};
-  at::vec::convert(x, values, columns);
-  int32_t bits[kBlockColumns];
-  std::memcpy(bits, values, sizeof(bits));
-  for (int k = 0; k < kBlockColumns; ++k) largest = std::max(largest, bits[k] & 0x7FFFFFFF);
-  for (int k = 0; k < kBlockColumns; k += Floats::size()) sum = sum + Floats::loadu(values + k);
-#endif
-  // 2^exponent times 0x7F0000 / 0x800000, which the digits can hold, is larger than all values.
-  const int exponent = std::clamp(((largest + 0x20000) >> 23) - 126, -96, 128);
-  const float factor = power_of_two(23 - exponent);
-#if defined(CPU_CAPABILITY_AVX512)
-  const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-  for (int i = 0; i < 2; ++i) {
-    const __m512i found = _mm512_cvtps_epi32(values[i] * Floats(factor));
-    _mm512_store_si512(integers + 16 * i, kInByteOrder ? _mm512_permutexvar_epi32(order, found) : found);
+  constexpr int kRegisters = kBlockColumns / Floats::size();
+  Floats values[kRegisters], most(0.0f), sum(0.0f);
+  for (int i = 0; i < kRegisters; ++i) {
+    values[i] = load(x + i * Floats::size(), columns - i * Floats::size());
+    most = at::vec::maximum(most, values[i].abs()), sum = sum + values[i];
   }
-#else
-  for (int k = 0; k < kBlockColumns; ++k)
-    integers[k] = std::lrintf(values[kInByteOrder ? k / 8 * 8 + kByteColumns[k % 8] : k] * factor);
-#endif
-  return {largest < 0x7F800000 ? power_of_two(exponent - 23) : std::numeric_limits<float>::quiet_NaN(), total(sum)};
+  const float largest = at::vec::vec_reduce_all<float>([](Floats& a, Floats& b) { return at::vec::maximum(a, b); }, most);
+  int32_t bits;
+  std::memcpy(&bits, &largest, sizeof(bits));
+  const bool is_finite = (bits & 0x7FFFFFFF) < 0x7F800000;
+  // 2^exponent times 0x7F0000 / 0x800000, which the digits can hold, is larger than all values.
+  const int exponent = is_finite ? std::max(((bits + 0x20000) >> 23) - 126, -96) : 128;
+  const Floats factor(power_of_two(23 - exponent));
+  for (int i = 0; i < kRegisters; ++i) {
+    const Integers found = at::vec::convert_to_int_of_same_size((values[i] * factor).round());
+    (kInByteOrder ? in_byte_order(found) : found).store(integers + i * Floats::size());
+  }
+  return {is_finite ? power_of_two(exponent - 23) : std::numeric_limits<float>::quiet_NaN(), total(sum)};
 }
 
 template <bool kOfBytes>
@@ -118,6 +123,7 @@ inline Floats joined(Sums sums, Sums next) { return _mm512_cvtepi32_ps(_mm512_ad
 inline Floats in_floats(Sums sums) { return _mm512_cvtepi32_ps(sums); }
 constexpr int kBlockRows = 8;  // of the input at a time
 constexpr int block_panels(int rows) { return rows == 1 ? 4 : rows == 2 ? 3 : rows <= 4 ? 2 : 1; }
+constexpr int registers_at_once(int, int all) { return all; }  // of the panels' `all`
 #elif defined(CPU_CAPABILITY_AVX2)
 using Bytes = __m256i;
 using FourDigits = __m256i;
@@ -137,8 +143,9 @@ inline Sums add_products(Sums sums, Bytes w, FourDigits digits) {
 inline Sums settled(Sums sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 inline Floats joined(Sums sums, Sums next) { return _mm256_cvtepi32_ps(_mm256_add_epi32(sums, _mm256_slli_epi32(next, 8))); }
 inline Floats in_floats(Sums sums) { return _mm256_cvtepi32_ps(sums); }
-constexpr int kBlockRows = 1;
+constexpr int kBlockRows = 2;
 constexpr int block_panels(int) { return 1; }
+constexpr int registers_at_once(int rows, int all) { return rows == 1 ? all : 1; }
 #else
 struct Bytes {
   uint8_t of[Floats::size()][4];
@@ -178,6 +185,7 @@ inline Floats joined(Sums sums, const Sums& next) {
 }
 constexpr int kBlockRows = 1;
 constexpr int block_panels(int) { return 1; }
+constexpr int registers_at_once(int, int all) { return all; }
 #endif
 
 // A sum of products from those of each digit, rounded once.
@@ -231,45 +239,51 @@ inline int64_t blocks_ahead(int64_t b, int64_t size, int64_t panels) {
 
 // Multiply kRows rows of the input by kPanels panels; found (kRows, kPanels * kPanelRows).
 template <int kRows, int kPanels>
-void multiply_blocks(Blocks<Int4Digits> x, const char* w, const PanelScales& scales, float* found) {
-  constexpr int kRegisters = kPanels * kPerPanel;
+NO_INLINE void multiply_blocks(Blocks<Int4Digits> x, const char* w, const PanelScales& scales, float* found) {
+  constexpr int kRegisters = kPanels * kPerPanel, kTogether = registers_at_once(kRows, kRegisters);
   constexpr std::make_integer_sequence<int, kRows> kAllRows;
-  constexpr std::make_integer_sequence<int, kRegisters> kAllRegisters;
+  constexpr std::make_integer_sequence<int, kTogether> kSomeRegisters;
   constexpr std::make_integer_sequence<int, kBlockDigits> kAllDigits;
   const int64_t of_block = x.columns / Int4Panel::kStep * Int4Panel::kBytes, stride = x.count * of_block;  // of a panel
   std::fill(found, found + kRows * kPanels * kPanelRows, 0.0f);
-  for (int64_t b = 0; b < x.count; ++b, x.digits += x.rows, x.facts += x.rows) {
+  for (int64_t b = 0; b < x.count; ++b, x.digits += x.rows, x.facts += x.rows, w += of_block) {
     const int64_t ahead = blocks_ahead(b, x.count, kPanels), g = x.group_of(b);
-    Sums sums[kRows][kRegisters][kBlockDigits];
-    for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
-      for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE {
-        for_each(kAllDigits, [&](auto d) ALWAYS_INLINE { sums[m][r][d] = no_sums(); });
-      });
-    });
-    for (int64_t k = 0; k < x.columns; k += Int4Panel::kStep, w += Int4Panel::kBytes) {
-      Bytes low[kRegisters], high[kRegisters];
-      for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE {
-        const char* from = w + r / kPerPanel * stride + r % kPerPanel * (Int4Panel::kBytes / kPerPanel);
-        low[r] = lower_halves(from), high[r] = upper_halves(from);
-        if (r % kPerPanel == 0) prefetch(from, ahead * of_block);
-      });
+    for_each(std::make_integer_sequence<int, kRegisters / kTogether>(), [&](auto part) ALWAYS_INLINE {
+      constexpr int kFirst = part * kTogether;
+      Sums sums[kRows][kTogether][kBlockDigits];
       for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
-        for_each(kAllDigits, [&](auto d) ALWAYS_INLINE {
-          const int8_t* of = x.digits[m].values[d] + k;
-          const FourDigits first = four_digits(of), second = four_digits(of + 4);
-          for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE {
-            sums[m][r][d] = add_products(add_products(sums[m][r][d], low[r], first), high[r], second);
-          });
+        for_each(kSomeRegisters, [&](auto r) ALWAYS_INLINE {
+          for_each(kAllDigits, [&](auto d) ALWAYS_INLINE { sums[m][r][d] = no_sums(); });
         });
       });
-    }
-    for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE {
-      constexpr int kPanel = r / kPerPanel, kPlace = r % kPerPanel * Floats::size();
-      if (kPlace == 0) scales.fetch(kPanel, x.group_of(b + ahead));
-      const Floats scale = scales.at(kPanel, g, kPlace), zero = scales.at(kPanel, g, kPanelRows + kPlace);
-      for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
-        float* to = found + (m * kRegisters + r) * Floats::size();
-        add_block(value_of_digits(sums[m][r][0], sums[m][r][1], sums[m][r][2]), x.facts[m], scale, zero, to);
+      const char* next = w;
+#pragma GCC unroll 1  // a longer loop would need more registers than there are
+      for (int64_t k = 0; k < x.columns; k += Int4Panel::kStep, next += Int4Panel::kBytes) {
+        Bytes low[kTogether], high[kTogether];
+        for_each(kSomeRegisters, [&](auto i) ALWAYS_INLINE {
+          constexpr int r = kFirst + i;
+          const char* from = next + r / kPerPanel * stride + r % kPerPanel * (Int4Panel::kBytes / kPerPanel);
+          low[i] = lower_halves(from), high[i] = upper_halves(from);
+          if (r % kPerPanel == 0) prefetch(from, ahead * of_block);
+        });
+        for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
+          for_each(kAllDigits, [&](auto d) ALWAYS_INLINE {
+            const int8_t* of = x.digits[m].values[d] + k;
+            const FourDigits first = four_digits(of), second = four_digits(of + 4);
+            for_each(kSomeRegisters, [&](auto r) ALWAYS_INLINE {
+              sums[m][r][d] = add_products(add_products(sums[m][r][d], low[r], first), high[r], second);
+            });
+          });
+        });
+      }
+      for_each(kSomeRegisters, [&](auto i) ALWAYS_INLINE {
+        constexpr int r = kFirst + i, kPanel = r / kPerPanel, kPlace = r % kPerPanel * Floats::size();
+        if (kPlace == 0) scales.fetch(kPanel, x.group_of(b + ahead));
+        const Floats scale = scales.at(kPanel, g, kPlace), zero = scales.at(kPanel, g, kPanelRows + kPlace);
+        for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
+          float* to = found + (m * kRegisters + r) * Floats::size();
+          add_block(value_of_digits(sums[m][i][0], sums[m][i][1], sums[m][i][2]), x.facts[m], scale, zero, to);
+        });
       });
     });
   }

@@ -88,7 +88,7 @@ constexpr int kPanelTile = 6;
 constexpr int panels_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #endif
 constexpr int64_t kSummedColumns = 256;  // of weights without groups, whose sum is rounded before that of the next is added
-constexpr int64_t kPanelAhead = 512;  // bytes of each panel that are prefetched
+constexpr int64_t kPanelAhead = 4096;  // bytes that are prefetched, of all panels together
 
 // Rows of the input as the products read them: floats, or pairs of bfloat16 for dot products.
 template <class Panel>
@@ -132,59 +132,52 @@ template <class Panel, bool kIsGrouped, int kRows, int kPanels>
 ALWAYS_INLINE inline void multiply_panels(const PanelInput<Panel>* x, int64_t size, const char* w, const PanelScales& scales,
                                           float* found) {
   constexpr int kRegisters = kPanels * kPerPanel;
+  constexpr std::make_integer_sequence<int, kRows> kAllRows;
+  constexpr std::make_integer_sequence<int, kRegisters> kAllRegisters;
   const int64_t stride = size / Panel::kStep * Panel::kBytes;  // of panels
-  Floats sums[kRows][kRegisters];
-#pragma GCC unroll 8
-  for (int m = 0; m < kRows; ++m)
-#pragma GCC unroll 16
-    for (int r = 0; r < kRegisters; ++r) sums[m][r] = Floats(0.0f);
   std::fill(found, found + kRows * kPanels * kPanelRows, 0.0f);
   const int64_t group = kIsGrouped ? size / scales.groups : kSummedColumns;
   for (int64_t start = 0, g = 0; start < size; start += group, ++g) {
     const int64_t end = std::min(start + group, size);
+    Floats sums[kRows][kRegisters];
+    for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
+      for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE { sums[m][r] = Floats(0.0f); });
+    });
     for (int64_t k = start; k < end; k += Panel::kStep, w += Panel::kBytes) {
       typename Panel::Part parts[kRegisters];
-#pragma GCC unroll 16
-      for (int r = 0; r < kRegisters; ++r) {
+      for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE {
         parts[r] = Panel::load(w + r / kPerPanel * stride, r % kPerPanel);
-        if (r % kPerPanel == 0) prefetch(w + r * stride, kPanelAhead);
-      }
+        if (r % kPerPanel == 0) prefetch(w + r / kPerPanel * stride, kPanelAhead / kPanels);
+      });
 #if defined(__AVX512BF16__) && defined(CPU_CAPABILITY_AVX512)
       if constexpr (kIsDot<Panel>) {
-#pragma GCC unroll 8
-        for (int m = 0; m < kRows; ++m) {
+        for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
           int pair;
           std::memcpy(&pair, x + m * size + k, sizeof(pair));
-#pragma GCC unroll 16
-          for (int r = 0; r < kRegisters; ++r)
+          for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE {
             sums[m][r] = _mm512_dpbf16_ps(sums[m][r], (__m512bh)parts[r], (__m512bh)_mm512_set1_epi32(pair));
-        }
+          });
+        });
         continue;
       }
 #endif
       if constexpr (!kIsDot<Panel>) {
-#pragma GCC unroll 8
-        for (int i = 0; i < Panel::kStep; ++i) {
+        for_each(std::make_integer_sequence<int, Panel::kStep>(), [&](auto i) ALWAYS_INLINE {
           Floats weights[kRegisters];
-#pragma GCC unroll 16
-          for (int r = 0; r < kRegisters; ++r) weights[r] = Panel::at(parts[r], i);
-#pragma GCC unroll 8
-          for (int m = 0; m < kRows; ++m) {
+          for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE { weights[r] = Panel::at(parts[r], i); });
+          for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
             const Floats value(x[m * size + k + i]);
-#pragma GCC unroll 16
-            for (int r = 0; r < kRegisters; ++r) sums[m][r] = at::vec::fmadd(weights[r], value, sums[m][r]);
-          }
-        }
+            for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE { sums[m][r] = at::vec::fmadd(weights[r], value, sums[m][r]); });
+          });
+        });
       }
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRegisters; ++r) {
+    for_each(kAllRegisters, [&](auto r) ALWAYS_INLINE {
       const bool is_scaled = !kIsGrouped && scales.values != nullptr && end == size;
       const auto of_group = [&](int64_t place) {
         return scales.at(r / kPerPanel, g, place + r % kPerPanel * Floats::size());
       };
-#pragma GCC unroll 8
-      for (int m = 0; m < kRows; ++m) {
+      for_each(kAllRows, [&](auto m) ALWAYS_INLINE {
         float* to = found + (m * kRegisters + r) * Floats::size();
         Floats sum = Floats::loadu(to);
         if constexpr (kIsGrouped) {
@@ -195,9 +188,8 @@ ALWAYS_INLINE inline void multiply_panels(const PanelInput<Panel>* x, int64_t si
           if (is_scaled) sum = sum * Floats::loadu(scales.values + r * Floats::size());
         }
         sum.store(to);
-        sums[m][r] = Floats(0.0f);
-      }
-    }
+      });
+    });
   }
 }
 

@@ -27,8 +27,10 @@ using Floats = at::vec::Vectorized<float>;
 // Without inlining the accumulators spill out of registers, which is several times slower.
 #if defined(__GNUC__)
 #define ALWAYS_INLINE __attribute__((always_inline))
+#define NO_INLINE __attribute__((noinline))
 #else
 #define ALWAYS_INLINE
+#define NO_INLINE
 #endif
 
 // Call `run` with 0 to kCount - 1, as constants, by which compilers keep arrays in registers.
