@@ -260,3 +260,10 @@ def test_where_the_host_takes_what_drafts_gain_drafting_is_paused():
         lost[drafted_rest] = sum(costs) / len(costs)
     assert lost[0.0] < 0.95
     assert lost[0.5] < 1.02
+
+
+def test_a_search_that_finds_nothing_counts_as_a_loss():
+    machine = Machine(0.3, 0.1, 0.3, 0.0, 0.0, head=0.02, sharpness=0.0, boast=1.0, copying=0.0, copied=3, search=0.1)
+    costs = costs_of_tokens(random.Random(0), machine, num_answers=2, length=400, change=0.0)
+    assert sum(costs) <= 1.02 * len(costs)
+    assert costs.count(1.0) > 0.8 * len(costs)

@@ -27,6 +27,7 @@ class Machine:
     copied: int  # its length
     first: float = 1.0  # factor on the cost of the process's first pass of each kind
     rest: float = 0.0  # what the host does in a round besides its passes, in plain passes
+    search: float = 0.0  # what it does beyond that in rounds that are not idle
     drafted_rest: float = 0.0  # what it does beyond that where there are drafts
 
     @classmethod
@@ -45,6 +46,7 @@ class Machine:
             copied=rng.choice([3, 8, 30]),
             first=rng.choice([1.0, 1.0, 1.5, 2.5]),
             rest=rng.choice([0.0, 0.1, 0.5]),
+            search=rng.choice([0.0, 0.03, 0.1]),
             drafted_rest=rng.choice([0.0, 0.1, 0.3]),
         )
 
@@ -108,7 +110,8 @@ class _Engine:
             ("verify", 1 + num_nodes), 1.0 + (self.machine.wider + self.machine.slope * num_nodes) * (num_nodes > 0)
         )
         has_drafts = num_nodes > 0 or self.has_drafted
-        rest = self.machine.rest + self.machine.drafted_rest * has_drafts
+        is_search = not self.costs.is_idle
+        rest = self.machine.rest + self.machine.search * is_search + self.machine.drafted_rest * has_drafts
         self.has_drafted, self.spent = False, self.spent + rest
         self.costs.record_rest(PLAIN_MS * rest, has_drafts)
         start, node, path = self.position, ROOT, []

@@ -79,6 +79,8 @@ class HybridDrafter:
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Draft for each row the tree that gives the most tokens per millisecond."""
         costs = self._next_round(rows)
+        if costs.is_idle:
+            return [Draft() for _ in rows]
         for source in self.heads.values():
             self.acceptances.forget(source, HEAD_MEMORY)
         is_chain, probability = not self.engine.takes_trees, self._probability
@@ -88,11 +90,7 @@ class HybridDrafter:
         ]
         self._trees = dict(zip(rows, trees, strict=True))
         prices = Prices(costs)
-        plain = Plan(1, MIN_GAIN * len(rows) / prices.verify(1) if costs.ready else 0.0)
-        if not costs.may_draft:
-            for tree in trees:
-                tree.children(())  # which is judged all the same
-            return [Draft() for _ in rows]
+        plain = Plan(1, MIN_GAIN * len(rows) / prices.verify(1))
         plan = max(plain, best_plan([tree.promised for tree in trees], prices), key=lambda one: one.rate)
         if self.heads and not self.engine.reads_drafts:
             unread = self._draft_unread(trees, prices, plan)
@@ -104,7 +102,8 @@ class HybridDrafter:
 
     def observe(self, row: int, draft: Draft, accepted: Accepted) -> None:
         """Let the sources go on, and learn how often what they offered was right."""
-        self._take_successors()
+        if self._costs is None or not self._costs.is_idle:
+            self._take_successors()
         for source in self.sources:
             source.extend(row, accepted.tokens)
         self._num_tokens += len(accepted.tokens)

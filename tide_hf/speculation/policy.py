@@ -28,15 +28,17 @@ FORGET_AFTER = 50  # each time this many plain passes have run, every other cost
 PACE_SAMPLES = 3  # latest plain passes, whose median cost is the machine's present pace
 COMPARABLE = 16  # other costs are recorded only within this many verify passes after a plain pass
 FEWEST_PLAIN = 2  # measured plain passes before anything is drafted, lest one interruption pass for the pace
+LATEST_IDLE = 48  # number of other rounds after which an idle one is measured again
 STALE = 128  # number of verify passes without a plain pass after which a plain pass has to run
 SURPRISE = 1.3  # a cost this many times its estimate calls for a plain pass, which shows the machine's present pace
 
 # What drafting may lose, in plain passes. Estimates can be wrong, and machine and text can change.
 FIRST_CREDIT = 3.0
 MAX_CREDIT = 8.0  # gains beyond this are not set off against later losses
-CREDIT_SHARE = 0.01  # further credit for each token
+CREDIT_SHARE = 0.008  # further credit for each token
 MAX_BOOKED = 6.0  # a pass is booked as this multiple of its estimate at most, lest one interruption end drafting
 
+IDLE, PLAIN, DRAFTED = "idle", "plain", "drafted"  # kinds of rounds
 CostKey = tuple[str, int]
 PLAIN_PASS: CostKey = ("verify", 1)
 
@@ -59,9 +61,9 @@ class CostTable:
     are stored as multiples of the latest plain passes' cost. Until a key has a few samples, its estimate leans on an
     optimistic prior, so that the key gets tried; old samples are dropped over time, so that the key is tried again.
 
-    The table also keeps the account of drafting: what its rounds have gained and lost against plain decoding, as
-    measured, with what the host does in them besides passes. Nothing is drafted while more is lost than a small credit
-    allows.
+    The table also keeps the account of drafting: what its rounds have gained and lost against idle ones, in which
+    nothing is looked for, as measured, with what the host does in them besides passes. So a search that finds nothing
+    counts as a loss. Rounds are idle while more is lost than a small credit allows.
 
     Args:
         num_layers: Decoder layers of the base model, for the prior of a draft step.
@@ -90,8 +92,12 @@ class CostTable:
         self._since_plain = 0
         self._credit = FIRST_CREDIT
         self._spent = 0.0  # in this round's draft steps, verify pass and the rest, in multiples of a plain pass
-        self._rests: dict[bool, deque[float]] = {has_drafts: deque(maxlen=SAMPLES) for has_drafts in (False, True)}
+        # Of idle rounds, those without drafts and those with any.
+        self._rests: dict[str, deque[float]] = {kind: deque(maxlen=SAMPLES) for kind in (PLAIN, DRAFTED)}
+        self._rests[IDLE] = deque(maxlen=PACE_SAMPLES)  # which are few
         self._is_off = False  # whether a drafter has said that it will not draft
+        self.is_idle = True  # whether nothing is to be looked for or drafted in this round
+        self._since_idle = 0  # rounds
 
     def resized(self, slope: float) -> CostTable:
         """A table for a batch of another size, with these costs as a first guess."""
@@ -112,7 +118,7 @@ class CostTable:
         """
         with _lock:
             if key == PLAIN_PASS:
-                self._spent += 1.0 if self._spent else 0.0  # after draft steps of which nothing was worth verifying
+                self._spent += 1.0
                 self._record_plain(milliseconds)
                 return
             self._since_plain += key[0] == "verify"
@@ -125,12 +131,12 @@ class CostTable:
     def record_rest(self, milliseconds: float, has_drafts: bool) -> None:
         """Add the time of a round outside its passes, once these are recorded; `has_drafts` if it drafted anything."""
         with _lock:
-            if not self.ready:
+            if len(self._plain_ms) < FEWEST_PLAIN:
                 return
-            rest, usual = milliseconds / self._pace, self._rest(has_drafts)
-            self._rests[has_drafts].append(rest)
-            if self._spent:
-                self._spent += min(rest, MAX_BOOKED * usual) if usual else rest
+            rest, kind = milliseconds / self._pace, DRAFTED if has_drafts else IDLE if self.is_idle else PLAIN
+            usual = self._rest(kind)
+            self._rests[kind].append(rest)
+            self._spent += min(rest, MAX_BOOKED * usual) if usual else rest
 
     @property
     def ready(self) -> bool:
@@ -144,8 +150,8 @@ class CostTable:
 
     @property
     def drafting_paused(self) -> bool:
-        """Whether the next round will not be drafted for either, since drafting has lost too much, or is not wanted."""
-        return self._is_off or self._credit + CREDIT_SHARE <= 0.0
+        """Whether the next round will be idle too: drafting lost too much, is not wanted, or an idle round is due."""
+        return self._is_off or self._credit + CREDIT_SHARE <= 0.0 or self._since_idle >= LATEST_IDLE
 
     @property
     def widest_to_try(self) -> int:
@@ -158,11 +164,15 @@ class CostTable:
         `is_off` says that nothing will be drafted, in this round or the next.
         """
         self._spent, self._is_off = 0.0, is_off
+        self.is_idle = is_off or not self.may_draft or self._since_idle >= LATEST_IDLE
+        self._since_idle = 0 if self.is_idle else self._since_idle + 1
 
     def end_round(self, num_tokens: float) -> None:
         """End a round that gave each row `num_tokens` tokens, on average: book what drafting gained or lost."""
         with _lock:
-            gain = num_tokens * (1.0 + self._rest(False)) - self._spent if self._spent else 0.0
+            is_booked = self._spent > 0.0 and not self.is_idle
+            rest = min(self._rest(IDLE), self._rest(PLAIN))  # idle rounds do less, whatever they did on a busy machine
+            gain = num_tokens * (1.0 + rest) - self._spent if is_booked else 0.0
             self._credit = min(MAX_CREDIT, self._credit + gain + CREDIT_SHARE * num_tokens)
 
     def verify(self, width: int) -> float:
@@ -192,12 +202,12 @@ class CostTable:
             return self._estimates[key] * self._pace
 
     def rest(self, has_drafts: bool) -> float:
-        """Expected milliseconds of a round outside its passes."""
+        """Expected milliseconds of a round outside its passes, if it is not idle."""
         with _lock:
-            return self._rest(has_drafts) * self._pace
+            return self._rest(DRAFTED if has_drafts else PLAIN) * self._pace
 
-    def _rest(self, has_drafts: bool) -> float:
-        samples = self._rests[has_drafts] or self._rests[False]
+    def _rest(self, kind: str) -> float:
+        samples = self._rests[kind] or self._rests[PLAIN] or self._rests[IDLE]
         return median(samples) if samples else 0.0
 
     def _record(self, key: CostKey, cost: float, num_passes: int, is_usual: bool) -> None:
