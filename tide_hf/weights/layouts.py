@@ -40,7 +40,7 @@ MAX_QUANTIZED = 127  # of the integers that drafts read
 MIN_SCALE = 1e-30  # avoids a division by zero in rows of zeros
 
 DECODE_ROWS = (1, 2, 4, 8, 16)  # measured together
-USUAL_ROWS = 4  # of a verify pass
+USUAL_ROWS = (1, 2, 4)  # of passes that read one layout whatever their width
 PROBED_ROWS = (*DECODE_ROWS, 64, 128, 256, 1024)  # each measurement holds up to the next number of rows
 PROBED_SIZE, PROBED_WEIGHTS = 1024, 16  # the probed weights together exceed a core's caches
 FEW_WEIGHTS, COMPUTE_BOUND_ROWS = 4, 64  # products of this many rows are compute-bound, so fewer weights suffice
@@ -260,7 +260,7 @@ def fastest_layout(
 ) -> type[WeightLayout] | None:
     """The fastest of `layouts` for a number of rows; `None` if PyTorch's linear is the fastest. Measured once.
 
-    Where all layouts sum in one order for any number of rows, that number does not matter, and PyTorch's linear is not
+    Where all layouts sum in one order for any number of rows, those of `USUAL_ROWS` decide, and PyTorch's linear is not
     among them. A symbolic number of rows is one of a prompt; `layouts` serve all of those then.
 
     Args:
@@ -296,17 +296,19 @@ def _fastest_layout(
     if rows < PROBED_ROWS[0]:
         return None
     is_alike = sum_alike(layouts)
-    probed = USUAL_ROWS if is_alike else max(known for known in PROBED_ROWS if known <= rows)
-    among: list[type[WeightLayout] | None] = [layout for layout in layouts if layout.serves(dtype, probed)]
+    probed = USUAL_ROWS if is_alike else (max(known for known in PROBED_ROWS if known <= rows),)
+    among: list[type[WeightLayout] | None] = [layout for layout in layouts if layout.serves(dtype, probed[-1])]
     if of_weights is not None and not is_alike:
         among = [*(layout for layout in among if layout is not UpcastWeight), UpcastWeight]
     elif not (is_alike and among):
         among.insert(0, None)
     if len(among) == 1:
         return among[0]
-    return min(
-        among, key=lambda layout: _seconds_of(layout, dtype, probed, of_weights) * _required_gain(layout, probed)
-    )
+
+    def cost(layout: type[WeightLayout] | None) -> float:
+        return sum(_seconds_of(layout, dtype, one, of_weights) for one in probed) * _required_gain(layout, probed[-1])
+
+    return min(among, key=cost)
 
 
 def _required_gain(layout: type[WeightLayout] | None, rows: int) -> float:
