@@ -105,7 +105,7 @@ def test_below_float32_answers_are_compared_with_those_of_the_weights_in_float32
     answers = [exact.generate(**one, do_sample=False, max_new_tokens=24)[0, 12:].tolist() for one in inputs]
     own = [prompt.runs[0].new_tokens == answer for prompt, answer in zip(plain.prompts, answers, strict=True)]
     assert ours.num_as_float32 == 4
-    assert plain.num_as_float32 == sum(own) < 4
+    assert plain.num_as_float32 == sum(own)  # fewer than 4, unless the CPU sums bfloat16 as it sums float32
     assert [prompt.to_dict()["as_float32"] for prompt in plain.prompts] == own
     monkeypatch.setattr(benchmark, "copy_if_it_fits", lambda *_: None)
     assert benchmark.compare(methods, inputs[:1], max_new_tokens=2, repeats=1)[0].num_as_float32 is None

@@ -257,7 +257,9 @@ NO_INLINE void multiply_blocks(Blocks<Int4Digits> x, const char* w, const PanelS
         });
       });
       const char* next = w;
-#pragma GCC unroll 1  // a longer loop would need more registers than there are
+#if !defined(CPU_CAPABILITY_AVX512)
+#pragma GCC unroll 1  // a longer loop would need more than 16 registers
+#endif
       for (int64_t k = 0; k < x.columns; k += Int4Panel::kStep, next += Int4Panel::kBytes) {
         Bytes low[kTogether], high[kTogether];
         for_each(kSomeRegisters, [&](auto i) ALWAYS_INLINE {
