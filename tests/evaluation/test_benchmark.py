@@ -98,6 +98,9 @@ def test_a_method_with_other_tokens_gets_a_speedup_beside_how_many_answers_are_e
 
 def test_below_float32_answers_are_compared_with_those_of_the_weights_in_float32(tiny_llama, monkeypatch):
     model = tiny_llama(eos_token_id=None).to(torch.bfloat16)
+    head = model.lm_head.weight.data
+    head[1::2] = head[::2]
+    head[1::2, 0] *= 1 + 2**-6  # pairs of tokens that often tie in bfloat16 and never in float32, on any CPU
     methods = tide_methods(model, None, ["self_speculative"], compute_dtype="float32")
     inputs = [{"input_ids": torch.tensor([[3, 4, 5 + one] * 4])} for one in range(4)]
     plain, ours = benchmark.compare(methods, inputs, max_new_tokens=24, repeats=1)
@@ -105,7 +108,7 @@ def test_below_float32_answers_are_compared_with_those_of_the_weights_in_float32
     answers = [exact.generate(**one, do_sample=False, max_new_tokens=24)[0, 12:].tolist() for one in inputs]
     own = [prompt.runs[0].new_tokens == answer for prompt, answer in zip(plain.prompts, answers, strict=True)]
     assert ours.num_as_float32 == 4
-    assert plain.num_as_float32 == sum(own)  # fewer than 4, unless the CPU sums bfloat16 as it sums float32
+    assert plain.num_as_float32 == sum(own) < 4
     assert [prompt.to_dict()["as_float32"] for prompt in plain.prompts] == own
     monkeypatch.setattr(benchmark, "copy_if_it_fits", lambda *_: None)
     assert benchmark.compare(methods, inputs[:1], max_new_tokens=2, repeats=1)[0].num_as_float32 is None

@@ -74,7 +74,7 @@ class HybridDrafter:
         self._costs: CostTable | None = None  # of the last round's batch
         self._rows: list[int] = []  # of the last round
         self._num_tokens = 0
-        self._has_seen = True  # whether successors have been taken from the last pass
+        self._has_seen = True  # whether successors have been taken from the last pass, or are not to be
 
     def draft(self, rows: list[int], limits: list[int]) -> list[Draft]:
         """Draft for each row the tree that gives the most tokens per millisecond."""
@@ -102,8 +102,7 @@ class HybridDrafter:
 
     def observe(self, row: int, draft: Draft, accepted: Accepted) -> None:
         """Let the sources go on, and learn how often what they offered was right."""
-        if self._costs is None or not self._costs.is_idle:
-            self._take_successors()
+        self._take_successors()
         for source in self.sources:
             source.extend(row, accepted.tokens)
         self._num_tokens += len(accepted.tokens)
@@ -122,8 +121,9 @@ class HybridDrafter:
         """End the last round; return the costs of one over these rows."""
         if self._costs is not None and self._num_tokens:
             self._costs.end_round(self._num_tokens / len(self._rows))
-        self._costs, self._rows, self._num_tokens, self._has_seen = self.costs_of(len(rows)), rows, 0, False
+        self._costs, self._rows, self._num_tokens = self.costs_of(len(rows)), rows, 0
         self._costs.begin_round()
+        self._has_seen = self._costs.is_idle
         return self._costs
 
     def _offers(self, row: int, path: Path) -> list[Offer]:

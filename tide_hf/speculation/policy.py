@@ -28,7 +28,7 @@ FORGET_AFTER = 50  # each time this many plain passes have run, every other cost
 PACE_SAMPLES = 3  # latest plain passes, whose median cost is the machine's present pace
 COMPARABLE = 16  # other costs are recorded only within this many verify passes after a plain pass
 FEWEST_PLAIN = 2  # measured plain passes before anything is drafted, lest one interruption pass for the pace
-LATEST_IDLE = 48  # number of other rounds after which an idle one is measured again
+LATEST_IDLE = 48  # number of rounds after an idle one after which the next is idle, to be measured again
 STALE = 128  # number of verify passes without a plain pass after which a plain pass has to run
 SURPRISE = 1.3  # a cost this many times its estimate calls for a plain pass, which shows the machine's present pace
 
@@ -38,7 +38,7 @@ MAX_CREDIT = 8.0  # gains beyond this are not set off against later losses
 CREDIT_SHARE = 0.008  # further credit for each token
 MAX_BOOKED = 6.0  # a pass is booked as this multiple of its estimate at most, lest one interruption end drafting
 
-IDLE, PLAIN, DRAFTED = "idle", "plain", "drafted"  # kinds of rounds
+IDLE, PLAIN, DRAFTED = "idle", "plain", "drafted"  # kinds of rounds; in plain ones drafts are looked for in vain
 CostKey = tuple[str, int]
 PLAIN_PASS: CostKey = ("verify", 1)
 
@@ -92,12 +92,11 @@ class CostTable:
         self._since_plain = 0
         self._credit = FIRST_CREDIT
         self._spent = 0.0  # in this round's draft steps, verify pass and the rest, in multiples of a plain pass
-        # Of idle rounds, those without drafts and those with any.
+        # Times of rounds besides their passes, in multiples of a plain pass, by kind.
         self._rests: dict[str, deque[float]] = {kind: deque(maxlen=SAMPLES) for kind in (PLAIN, DRAFTED)}
         self._rests[IDLE] = deque(maxlen=PACE_SAMPLES)  # which are few
         self._is_off = False  # whether a drafter has said that it will not draft
-        self.is_idle = True  # whether nothing is to be looked for or drafted in this round
-        self._since_idle = 0  # rounds
+        self._since_idle = 0  # rounds since the last idle one, this one included; 0 in an idle round
 
     def resized(self, slope: float) -> CostTable:
         """A table for a batch of another size, with these costs as a first guess."""
@@ -136,7 +135,8 @@ class CostTable:
             rest, kind = milliseconds / self._pace, DRAFTED if has_drafts else IDLE if self.is_idle else PLAIN
             usual = self._rest(kind)
             self._rests[kind].append(rest)
-            self._spent += min(rest, MAX_BOOKED * usual) if usual else rest
+            if self._spent:
+                self._spent += min(rest, MAX_BOOKED * usual) if usual else rest
 
     @property
     def ready(self) -> bool:
@@ -147,6 +147,11 @@ class CostTable:
     def may_draft(self) -> bool:
         """Whether drafting may be tried: its costs can be compared, and it has not lost more than it may."""
         return self.ready and self._credit > 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to be looked for or drafted in this round."""
+        return self._since_idle == 0
 
     @property
     def drafting_paused(self) -> bool:
@@ -164,8 +169,8 @@ class CostTable:
         `is_off` says that nothing will be drafted, in this round or the next.
         """
         self._spent, self._is_off = 0.0, is_off
-        self.is_idle = is_off or not self.may_draft or self._since_idle >= LATEST_IDLE
-        self._since_idle = 0 if self.is_idle else self._since_idle + 1
+        is_idle = is_off or not self.may_draft or self._since_idle >= LATEST_IDLE
+        self._since_idle = 0 if is_idle else self._since_idle + 1
 
     def end_round(self, num_tokens: float) -> None:
         """End a round that gave each row `num_tokens` tokens, on average: book what drafting gained or lost."""

@@ -260,8 +260,8 @@ def fastest_layout(
 ) -> type[WeightLayout] | None:
     """The fastest of `layouts` for a number of rows; `None` if PyTorch's linear is the fastest. Measured once.
 
-    Where all layouts sum in one order for any number of rows, those of `USUAL_ROWS` decide, and PyTorch's linear is not
-    among them. A symbolic number of rows is one of a prompt; `layouts` serve all of those then.
+    Where all layouts sum in one order for any number of rows, all of `USUAL_ROWS` decide together, and PyTorch's linear
+    is not among them. A symbolic number of rows is one of a prompt; `layouts` serve all of those then.
 
     Args:
         dtype: Of the input.

@@ -123,7 +123,6 @@ inline Floats joined(Sums sums, Sums next) { return _mm512_cvtepi32_ps(_mm512_ad
 inline Floats in_floats(Sums sums) { return _mm512_cvtepi32_ps(sums); }
 constexpr int kBlockRows = 8;  // of the input at a time
 constexpr int block_panels(int rows) { return rows == 1 ? 4 : rows == 2 ? 3 : rows <= 4 ? 2 : 1; }
-constexpr int registers_at_once(int, int all) { return all; }  // of the panels' `all`
 #elif defined(CPU_CAPABILITY_AVX2)
 using Bytes = __m256i;
 using FourDigits = __m256i;
@@ -145,7 +144,6 @@ inline Floats joined(Sums sums, Sums next) { return _mm256_cvtepi32_ps(_mm256_ad
 inline Floats in_floats(Sums sums) { return _mm256_cvtepi32_ps(sums); }
 constexpr int kBlockRows = 2;
 constexpr int block_panels(int) { return 1; }
-constexpr int registers_at_once(int rows, int all) { return rows == 1 ? all : 1; }
 #else
 struct Bytes {
   uint8_t of[Floats::size()][4];
@@ -185,7 +183,6 @@ inline Floats joined(Sums sums, const Sums& next) {
 }
 constexpr int kBlockRows = 1;
 constexpr int block_panels(int) { return 1; }
-constexpr int registers_at_once(int, int all) { return all; }
 #endif
 
 // A sum of products from those of each digit, rounded once.
@@ -240,7 +237,8 @@ inline int64_t blocks_ahead(int64_t b, int64_t size, int64_t panels) {
 // Multiply kRows rows of the input by kPanels panels; found (kRows, kPanels * kPanelRows).
 template <int kRows, int kPanels>
 NO_INLINE void multiply_blocks(Blocks<Int4Digits> x, const char* w, const PanelScales& scales, float* found) {
-  constexpr int kRegisters = kPanels * kPerPanel, kTogether = registers_at_once(kRows, kRegisters);
+  constexpr int kRegisters = kPanels * kPerPanel;
+  constexpr int kTogether = kRows == 1 || kPerPanel == 1 ? kRegisters : 1;  // whose sums fit into registers
   constexpr std::make_integer_sequence<int, kRows> kAllRows;
   constexpr std::make_integer_sequence<int, kTogether> kSomeRegisters;
   constexpr std::make_integer_sequence<int, kBlockDigits> kAllDigits;

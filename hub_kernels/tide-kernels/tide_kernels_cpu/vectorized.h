@@ -27,7 +27,7 @@ using Floats = at::vec::Vectorized<float>;
 // Without inlining the accumulators spill out of registers, which is several times slower.
 #if defined(__GNUC__)
 #define ALWAYS_INLINE __attribute__((always_inline))
-#define NO_INLINE __attribute__((noinline))
+#define NO_INLINE __attribute__((noinline))  // for loops that need all registers for themselves
 #else
 #define ALWAYS_INLINE
 #define NO_INLINE
