@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
+from tide_hf.routers.draft_head import DraftHead
 
 OPTIONS = {"max_new_tokens": 18, "do_sample": False, "eos_token_id": None}
 WIDTH = 3
@@ -31,9 +32,19 @@ WIDTH = 3
     ],
 )
 def test_drafts_are_those_after_the_whole_text(family, rows, every, changes, kind):
+    check_drafts(TIDEModelForCausalLM.attach, family, rows, every, changes, kind)
+
+
+@pytest.mark.parametrize("kind", ["right", "trees"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_drafts_on_steps_are_those_after_the_whole_text(rows, kind):
+    check_drafts(attach_compiled, "llama", rows, 2, {}, kind)
+
+
+def check_drafts(attach, family, rows, every, changes, kind):
     model, batch = tiny_model(family), prompts(rows, pads=2 if rows > 1 else 0)
     plain = model.generate(**batch, **OPTIONS)
-    TIDEModelForCausalLM.attach(model, draft_head_for(model, **changes))
+    attach(model, draft_head_for(model, **changes))
     made = use_heads(model, 0, WIDTH, every, continuations=new_tokens(plain), kind=kind)
     assert torch.equal(model.generate(**batch, **OPTIONS), plain)
     drafted, pads = made[0].drafted, (batch["attention_mask"] == 0).sum(dim=1)
@@ -41,6 +52,23 @@ def test_drafts_are_those_after_the_whole_text(family, rows, every, changes, kin
     for text, tokens in drafted:
         row = [prompt.tolist() for prompt in batch["input_ids"]].index(text[: batch["input_ids"].shape[1]])
         assert drafts_after(model, text[int(pads[row]) :], len(tokens)) == tokens
+
+
+@pytest.mark.parametrize("pads", [0, 2])
+@pytest.mark.parametrize("attach", [attach_eagerly, attach_compiled])
+def test_for_rounds_without_drafts_the_head_does_nothing_but_drafts_later_as_after_the_whole_text(
+    attach, pads, tiny_llama, monkeypatch
+):
+    model, batch = tiny_llama(max_position_embeddings=256), prompts(pads=pads)
+    options, read, fuse = OPTIONS | {"max_new_tokens": 170}, [], DraftHead.fuse
+    plain = model.generate(**batch, **options)
+    attach(model, draft_head_for(model))
+    made = use_heads(model, 0, WIDTH, every=80)
+    monkeypatch.setattr(DraftHead, "fuse", lambda head, tapped: read.append(tapped.shape[1]) or fuse(head, tapped))
+    assert torch.equal(model.generate(**batch, **options), plain)
+    assert read == [65, 22, 65, 15]  # for two drafts, and before each since much was pending
+    for text, tokens in made[0].drafted:
+        assert drafts_after(model, text[pads:], len(tokens)) == tokens
 
 
 @pytest.mark.parametrize(

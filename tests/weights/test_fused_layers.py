@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from draft_heads import draft_head_for
+from draft_heads import draft_head_for, drafts_after
 from drafters import use_drafter, use_heads
 from families import tiny_model
 from on_steps import OPTIONS, linear_heads, new_tokens, prompts
@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.base_model.structure import CACHE
+from tide_hf.engines.steps.step_compiler import FusedRegion
 from tide_hf.kernels.cpu import cpp_kernels
 from tide_hf.kernels.cpu.cpp_kernels import build_kernels, load_op
 from tide_hf.weights.fused_layers import MEASURED_WIDTHS, FusedStack, Probe, fused_layer
@@ -97,6 +98,23 @@ def test_tokens_of_compiled_steps_are_the_base_models(family, rows, widths):
         assert torch.equal(model.generate(**batch, **OPTIONS), expected)
     assert steps.refused is None
     assert {1, 4, prompts()["input_ids"].shape[1]} <= set(widths)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("taps", [[1, 2, 4], [0, 3, 6]])
+def test_one_call_runs_all_layers_of_a_step_and_gives_the_states_that_a_head_reads(taps, rows, tiny_llama, monkeypatch):
+    model, batch, calls, run = tiny_llama(num_hidden_layers=6), prompts(rows), [], FusedRegion._run
+    monkeypatch.setattr(FusedRegion, "_run", lambda self, *inputs: calls.append(len(self.layers)) or run(self, *inputs))
+    expected = model.generate(**batch, **OPTIONS)
+    attach_packed(model, draft_head_for(model, tap_layers=taps))
+    made = use_heads(model, 0, every=2)
+    model.generate(**batch, **OPTIONS)
+    calls.clear()
+    assert torch.equal(model.generate(**batch, **OPTIONS), expected)
+    assert calls == [6] * (model.last_exit_stats.rounds // rows)
+    assert made[-1].drafted
+    for text, tokens in made[-1].drafted:
+        assert drafts_after(model, text, len(tokens)) == tokens
 
 
 @pytest.mark.parametrize("family", OTHERS)

@@ -14,9 +14,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from ..base_model.structure import DecoderStructure
 from ..routers.draft_head import Attention, DraftHead, attend
 from ..routers.routers import TIDERouters
-from .gates import ExecuteLayer, LayerGate, LayerRun, input_state, on_device
+from .gates import ExecuteLayer, on_device
 from .kv_cache import GrowingLayer, crop
 from .masks import current_tree
+from .taps import TapRun
 
 STATE_ATTRIBUTE = "_tide_head"  # of a returned cache, holding a `HeadState`
 MAX_PENDING_TOKENS = 64  # bounds the memory of tapped states whose K/V are not filled yet
@@ -64,11 +65,11 @@ def head_state_of(cache: Any, identity: str, dtype: torch.dtype) -> HeadState | 
 class _Pass:
     """Tokens of a full-depth pass whose K/V of the head are not filled yet."""
 
-    embeddings: Tensor  # (rows, width, D) of its tokens
+    inputs: Tensor  # its tokens (rows, width), or their embeddings (rows, width, D)
     tapped: Tensor  # (rows, width, taps * D)
 
 
-class HeadRun(LayerRun):
+class HeadRun(TapRun):
     """Full-depth passes that also collect the tapped hidden states, from which the head's K/V are filled.
 
     In a batch, the K/V are one more layer of the call's cache, filled after each pass, so that cropping, compaction and
@@ -102,27 +103,26 @@ class HeadRun(LayerRun):
         execute_layer: ExecuteLayer | None = None,
         fuse: Callable[[DraftHead], QuickHead | None] | None = None,
     ) -> None:
-        super().__init__(structure, cache, execute_layer=execute_layer)
+        super().__init__(structure, cache, tap_layers=head.config.tap_layers, execute_layer=execute_layer)
         self.head, self.embed, self.is_lazy, self.attention = head, embed, is_lazy, attention
         self.kv = GrowingLayer.like(state.kv) if is_lazy else state.kv
         self._fuse = fuse if is_lazy else None
         self._quick: QuickHead | None = None  # from the first draft on
         self.prev_hidden_state = state.prev_hidden_state  # (rows, 1, D) fused state of the last cached token
         self.mask: Tensor | None = None  # (rows, slots) of the current pass's tokens and those before; `None` for ones
-        self._embeddings: Tensor | None = None  # (rows, width, D) of the current pass
-        self._tapped: dict[int, Tensor] = {}  # of the current pass, by number of layers
-        self._all_tapped: Tensor | None = None  # all of them, (rows, width, taps * D), if they came in one call
+        self._inputs: Tensor | None = None  # as in `_Pass`, of the current pass
         self._pending: list[_Pass] = []
         self.last_hidden_states: Tensor | None = None  # (rows, width, D) fused states of the last pass
         self.draft_hidden_state: Tensor | None = None  # the head's own output, after a drafted token
+        self._num_steps = 0  # draft steps since the last pass
         if not is_lazy and len(cache.layers) == structure.num_layers:
             cache.layers.append(self.kv)
 
     def starts(self, kwargs: dict[str, Any]) -> None:
-        """Take the embeddings and the mask from the model's arguments at the start of a pass."""
+        """Take the tokens, or their embeddings, and the mask from the model's arguments at the start of a pass."""
+        super().starts(kwargs)
         embeddings, self.mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
-        self._tapped, self._all_tapped = {}, None
-        self._embeddings = self._embed(kwargs["input_ids"]) if embeddings is None else embeddings
+        self._inputs = kwargs["input_ids"] if embeddings is None else embeddings
 
     @contextmanager
     def prefilling(self, cache: Any) -> Iterator[None]:
@@ -134,32 +134,6 @@ class HeadRun(LayerRun):
         finally:
             self.kv = own
 
-    def run_layer(self, gate: LayerGate, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute the layer; collect the hidden states at the tap layers."""
-        if gate.layer_idx == 0 and 0 in self.head.config.tap_layers:
-            self._tapped[0] = input_state(args, kwargs)
-        output = self.execute(gate, args, kwargs)
-        depth = gate.layer_idx + 1
-        if depth in self.head.config.tap_layers and depth not in self._tapped:
-            self._tapped[depth] = gate.state_of(output)
-        if gate.layer_idx == self.num_layers - 1:
-            self._observe()
-        return output
-
-    def joined_layers(self, layer_idx: int) -> int:
-        """All, since what runs them gives the states between them as well."""
-        return self.num_layers
-
-    def taps_in(self, begin: int, end: int) -> list[int]:
-        """See `LayerRun.taps_in`."""
-        return [depth for depth in self.head.config.tap_layers if begin < depth <= end]
-
-    def take_tapped(self, depths: list[int], tapped: Tensor) -> None:
-        """See `LayerRun.take_tapped`."""
-        self._tapped |= dict(zip(depths, tapped.unbind(2), strict=True))
-        if tuple(depths) == tuple(self.head.config.tap_layers):
-            self._all_tapped = tapped.flatten(2)
-
     @property
     def num_pending(self) -> int:
         """Passes whose K/V the head has yet to fill."""
@@ -170,9 +144,8 @@ class HeadRun(LayerRun):
         self.draft_hidden_state = None
         if self.is_lazy:
             last = self._pending[-1]
-            last.embeddings, last.tapped = (_only(one, kept[0]) for one in (last.embeddings, last.tapped))
-            if sum(one.embeddings.shape[1] for one in self._pending) > MAX_PENDING_TOKENS:
-                self._fill()
+            last.inputs, last.tapped = (_only(one, kept[0]) for one in (last.inputs, last.tapped))
+            self._bound_pending()
         elif self.last_hidden_states is not None:
             self.continue_from(self.last_hidden_states, [slots[-1] if slots else 0 for slots in kept])
 
@@ -199,6 +172,7 @@ class HeadRun(LayerRun):
             The tokens, best first, and the probabilities that the base model agrees, (rows, num_tokens) each.
         """
         embeddings, fused = self._read(tokens)
+        self._num_steps += 1
         if self._fuse is not None:
             self._quick, self._fuse = self._fuse(self.head), None
         if self._quick is not None and mask is None:
@@ -223,10 +197,11 @@ class HeadRun(LayerRun):
             embeddings, fused = torch.cat([before, embeddings], dim=1), torch.cat([previous, fused], dim=1)
         return embeddings, fused
 
-    def rollback(self, num_tokens: int) -> None:
-        """Remove the K/V of the last `num_tokens` draft tokens."""
-        crop(self.kv, num_tokens)
-        self.draft_hidden_state = None
+    def rollback(self) -> None:
+        """Remove the K/V of the draft tokens."""
+        if self._num_steps:
+            crop(self.kv, self._num_steps)
+        self.draft_hidden_state, self._num_steps = None, 0
 
     def remember(self) -> None:
         """Store the head's state on the returned cache, for a call that continues from it."""
@@ -238,17 +213,27 @@ class HeadRun(LayerRun):
         """Remove the head's layer from the cache."""
         del self.cache.layers[self.num_layers :]
 
-    def _observe(self) -> None:
+    def end_pass(self) -> None:
         """Take in the states of a pass."""
-        tapped = self._all_tapped
-        if tapped is None:
-            states = [self._tapped[layer] for layer in self.head.config.tap_layers]
-            tapped = torch.cat([state.to(states[-1].device) for state in states], dim=-1)
-        embeddings, self._embeddings = self._embeddings, None
-        assert embeddings is not None  # set by `starts`
-        self._tapped, self._all_tapped = {}, None
-        self._pending.append(_Pass(embeddings, tapped))
+        super().end_pass()
+        inputs, self._inputs, tapped, self.tapped = self._inputs, None, self.tapped, None
+        assert inputs is not None  # set by `starts`
+        assert tapped is not None  # set by the pass
+        self._pending.append(_Pass(inputs, tapped))
         if not self.is_lazy:
+            self._fill()
+
+    def take_pass(self, tokens: Tensor, tapped: Tensor, mask: Tensor | None) -> None:
+        """Take in what is kept of a pass that another run has collected states of.
+
+        `tokens` (1, width), `tapped` (1, width, taps * D), `mask` (1, slots) of these tokens and those before.
+        """
+        self.mask = mask
+        self._pending.append(_Pass(tokens, tapped))
+        self._bound_pending()
+
+    def _bound_pending(self) -> None:
+        if sum(one.tapped.shape[1] for one in self._pending) > MAX_PENDING_TOKENS:
             self._fill()
 
     def _fill(self) -> None:
@@ -263,7 +248,11 @@ class HeadRun(LayerRun):
 
     def _take_pending(self) -> tuple[Tensor, Tensor]:
         """Embeddings of the pending tokens, and the fused states of the tokens before them, (rows, width, D) each."""
-        embeddings = torch.cat([one.embeddings for one in self._pending], dim=1)
+        inputs = [one.inputs for one in self._pending]
+        if any(one.is_floating_point() for one in inputs):
+            embeddings = torch.cat([one if one.is_floating_point() else self._embed(one) for one in inputs], dim=1)
+        else:
+            embeddings = self._embed(torch.cat(inputs, dim=1))
         tapped = torch.cat([one.tapped for one in self._pending], dim=1)
         self._pending.clear()
         # Another model that shares the routers may have cast them.

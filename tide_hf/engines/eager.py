@@ -96,9 +96,9 @@ def prefill_eagerly(
     add_layers(cache, config)
     is_lazy = fills_head_lazily and input_ids.shape[0] == 1
     routers = attachment.routers if may_draft else None
-    own = {"execute_layer": attachment.weights.execute_layer() if name == EAGER else layers}
-    fuse = attachment.weights.fused_head if name == EAGER else None
-    head = head_run(structure, cache, routers, model.get_input_embeddings(), is_lazy=is_lazy, fuse=fuse, **own)
+    own: Any = {"execute_layer": attachment.weights.execute_layer() if name == EAGER else layers}
+    lazy = {"is_lazy": is_lazy, "fuse": attachment.weights.fused_head}
+    head = head_run(structure, cache, routers, model.get_input_embeddings(), **own, **lazy)
     run = head or LayerRun(structure, cache, **own)
     try:
         with active(run), _attention(attachment, call, model, name):
@@ -172,7 +172,7 @@ class EagerEngine:
         self._logits: Tensor | None = None  # of that pass, (rows, width, vocabulary)
         self._inputs: list[list[int]] = []  # the tokens that it read
         self._drafted: list[int] = []  # exit layer of each token that draft steps have read since the last pass
-        self._head_steps, self._draft_layers = 0, 0
+        self._draft_layers = 0
         self._draft_unembed: DraftUnembed | None = None
         ranks = ranks_of(model)
         self._clock = RoundClock(self.costs_of, ranks.agree if ranks.many else float)
@@ -253,7 +253,6 @@ class EagerEngine:
         is_usual = head is None or head.num_pending <= 1
         inputs = [[last, *tokens][start:] for last, tokens in zip(self.last_tokens, drafted, strict=True)]
         if head is not None and exit_layer == head.exit_layer:
-            self._head_steps += 1
             top, scores = head.draft(self._upload(inputs), self.slots.mask_for(start + 1), TOP_DRAFTS)
         else:
             is_usual &= self._draft_unembed is not None
@@ -296,10 +295,9 @@ class EagerEngine:
         for layer_idx in range(max(self._drafted, default=0)):
             num_steps = sum(exit_layer > layer_idx for exit_layer in self._drafted)
             crop(self.slots.cache.layers[layer_idx], num_steps)
-        if self.head is not None and self._head_steps:
-            self.head.rollback(self._head_steps)
+        if self.head is not None:
+            self.head.rollback()
         self._drafted.clear()
-        self._head_steps = 0
 
     def verify(self, drafts: list[Draft]) -> EagerPass:
         """Run one full-depth pass over each row's last token and draft; see `Engine.verify`."""

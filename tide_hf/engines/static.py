@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..base_model.unembed import top_tokens
+from ..depth.head_drafting import HeadRun
 from ..kernels.flash_decode import MANY_SLOTS
 from ..speculation.drafts import Accepted, Draft
 from ..speculation.policy import TOP_DRAFTS, CostTable
@@ -122,6 +123,7 @@ class StaticEngine:
         is_apart = not self.reads_drafts and exits is None and not eager.is_returned
         self._ahead = RunningAhead(is_apart)
         self._clock = RoundClock(self.costs_of, num_prepared=lambda: steps.warm_up.num_prepared)
+        self._lazy_head = eager.head if buffers.kind.tap_layers else None
         self._layers = 0
         self._num_drafted = 0  # draft steps since the last pass
         self._plan: Plan = PLAIN  # of this round, if the host does not read drafts
@@ -177,6 +179,8 @@ class StaticEngine:
         self._clock.begin()
         if exit_layer != self.head_layer:
             self.eager.attachment.exit_point(exit_layer)  # raises if there is no such head
+        elif self._lazy_head is not None:
+            return self._draft_apart(self._lazy_head, drafted)
         if not self.reads_drafts:
             return self._draft_unread(exit_layer, num_tokens)
         num_steps = len(drafted[0]) + 1 - self._num_drafted
@@ -191,6 +195,15 @@ class StaticEngine:
         found, scores = self.buffers.read_draft()
         self._clock.end_draft(exit_layer, len(drafted), num_steps)
         return self.rows.from_rows(found), self.rows.from_rows(scores)
+
+    def _draft_apart(self, head: HeadRun, drafted: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+        """Draft a token with a head that runs apart from steps, for a single row."""
+        is_usual, tokens = head.num_pending <= 1, [*self.last_tokens, *drafted[0]][self._num_drafted :]
+        mask = self._slots.mask_for(self._num_drafted + 1)
+        top, scores = head.draft(torch.tensor([tokens]), mask, TOP_DRAFTS)
+        self._num_drafted += len(tokens)
+        self._clock.end_draft(head.exit_layer, 1, is_usual=is_usual and len(tokens) == 1)
+        return top.tolist(), scores.tolist()
 
     def likeliest(self) -> list[tuple[list[int], list[list[int]]]]:
         """See `DraftEngine.likeliest`."""
@@ -236,6 +249,8 @@ class StaticEngine:
                 self._clock.begin()
                 self.upload(self._inputs, parents=[draft.parents(WIDEST) for draft in drafts])
             self._logits = self.run_step("verify", self._width)
+            if self._lazy_head is not None:
+                self._lazy_head.rollback()
         self._num_drafted = 0
         ids = self.buffers.tensors.ids[:, first:]
         return StaticPass(width, depths, self.rows.index, self._logits, ids, drafts, self._read)
@@ -283,8 +298,16 @@ class StaticEngine:
         if self.exits is not None:
             self.exits.commit(self.last_tokens)
         self._slots.commit(self._width, self.rows.to_rows([one.kept for one in accepted]))
+        if self._lazy_head is not None:
+            self._keep_taps(self._lazy_head, accepted[0].kept)
         self._clock.end_round(self._width, len(accepted), is_full=self.exits is None)
         self._plan = PLAIN
+
+    def _keep_taps(self, head: HeadRun, kept: list[int]) -> None:
+        """Give the head what it reads of the tokens that the only row has kept, by index."""
+        tokens, is_chain = [self._inputs[0][index] for index in kept], kept == list(range(len(kept)))
+        tapped = self.buffers.tapped[:, : len(kept)].clone() if is_chain else self.buffers.tapped[:, kept]
+        head.take_pass(torch.tensor([tokens], dtype=torch.int64), tapped, self._slots.mask)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these sequences: move them to existing smaller buffers, or else ignore the other rows."""
@@ -305,7 +328,7 @@ class StaticEngine:
                 self.exits.catch_up(self)
             self._slots.compact()
             copy_back(self.buffers.cache, eager.slots.cache, self._slots.length)
-            if eager.head is not None and self.rows.last_kept is not None:
+            if eager.head is not None and not eager.head.is_lazy and self.rows.last_kept is not None:
                 eager.head.continue_from(self.buffers.last_hidden_states, self.rows.last_kept)
         return eager.finish(compact)
 

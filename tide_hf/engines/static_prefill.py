@@ -55,7 +55,7 @@ def _prefill(
     model: Any, attachment: Attachment, call: Call, steps: StepStore, **options: Any
 ) -> tuple[Pass, EagerEngine]:
     """Run prefill, with compiled layers and kernels where available, whose compilation counts as warm-up."""
-    options |= {"name": "compiled", "fills_head_lazily": False}
+    options |= {"name": "compiled", "fills_head_lazily": steps.reads_drafts}
     if steps.prompts is None:
         return prefill_eagerly(model, attachment, call, **options)
     dtype = dtype_now(model)
@@ -97,7 +97,8 @@ def engine_on_steps(
     is_causal = steps.reads_lengths and is_replaced(eager.model) and rows == 1 and (mask is None or bool(mask.all()))
     kind = BufferKind(
         position_shape=None if positions is None else tuple(positions.shape[:-1]),
-        has_head=eager.head is not None,
+        has_head=eager.head is not None and not eager.head.is_lazy,
+        tap_layers=tuple(eager.head.tap_layers) if eager.head is not None and eager.head.is_lazy else (),
         has_scores=steps.reads_drafts,
         exit_layers=() if passes is None else passes.kept_layers,
         is_causal=is_causal and not eager.slots.has_windows,

@@ -17,6 +17,7 @@ from ...base_model.unembed import greedy_tokens
 from ...depth.gates import FixedDepthRun, LayerRun, active
 from ...depth.head_drafting import HeadRun, HeadState
 from ...depth.masks import reading_tree
+from ...depth.taps import TapRun
 from ...speculation.policy import TOP_DRAFTS
 from ..gqa_attention import attend_static, filled_up_to
 from .exit_steps import ExitSteps
@@ -63,6 +64,9 @@ class StepBuffers:
                 self.last_hidden_states = torch.zeros(shape, **own)
                 self.prev_hidden_state = torch.zeros((rows, 1, parts.head_size), **own)
                 self.draft_hidden_state = torch.zeros_like(self.prev_hidden_state)
+            # The states that a head reads which drafts apart from steps.
+            taps = (rows, WIDEST, len(kind.tap_layers) * parts.structure.hidden_size)
+            self.tapped = torch.zeros(taps, dtype=first.keys.dtype, device=self.device)
         self.advancing: Callable[[], Any] | None = None  # how steps that can run ahead of the host run `advance`
         self.head: HeadRun | None = self._head_run() if kind.has_head else None
         self.exits = ExitSteps(self.tensors, kind.exit_layers) if kind.exit_layers else None
@@ -77,6 +81,13 @@ class StepBuffers:
         head = routers.draft_head
         own: Any = {"attention": attend_static, "execute_layer": parts.execute_layer}
         return HeadRun(parts.structure, self.cache, head, embed, state, is_lazy=False, **own)
+
+    def _run(self) -> LayerRun:
+        """The run of a verify pass without the draft head."""
+        own: Any = {"execute_layer": self.parts.execute_layer}
+        if self.kind.tap_layers:
+            return TapRun(self.parts.structure, self.cache, tap_layers=self.kind.tap_layers, **own)
+        return LayerRun(self.parts.structure, self.cache, **own)
 
     @property
     def exit_steps(self) -> ExitSteps:
@@ -130,7 +141,7 @@ class StepBuffers:
     def verify(self, width: int) -> tuple[int, Tensor]:
         """Run a full-depth pass over the first `width` tokens of each row; return layers executed and logits."""
         tensors = self.tensors
-        run = self.head or LayerRun(self.parts.structure, self.cache, execute_layer=self.parts.execute_layer)
+        run = self.head or self._run()
         before = run.layers_executed
         if self.head is not None:
             self.head.prev_hidden_state = self.prev_hidden_state
@@ -141,6 +152,9 @@ class StepBuffers:
         if self.head is not None:
             final: Any = self.head.last_hidden_states
             self.last_hidden_states[:, :width].copy_(final)
+        elif isinstance(run, TapRun):
+            tapped: Any = run.tapped
+            self.tapped[:, :width].copy_(tapped)
         return run.layers_executed - before, logits
 
     def draft(self, exit_layer: int) -> tuple[int, None]:

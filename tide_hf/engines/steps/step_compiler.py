@@ -14,9 +14,8 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -86,17 +85,28 @@ class Region:
 
 
 class FusedRegion(Region):
-    """Layers that one call of a kernel runs; K/V of each, (rows, KV heads, slots, head_size)."""
+    """Layers that one call of a kernel runs; K/V of each, (rows, KV heads, slots, head_size).
 
-    def __init__(self, layers: list[FusedLayer], keys: list[Tensor], values: list[Tensor], like: Tensor) -> None:
-        stack = self.stack = FusedStack(layers)
-        super().__init__(partial(stack, keys, values), like)
-        self.keys, self.values = keys, values
+    With several `taps`, numbers of layers, its output is (rows, width, taps, D), the states after each of them.
+    """
 
-    def with_next(self, other: FusedRegion, like: Tensor) -> FusedRegion:
-        """These layers and those of another region, which read their output."""
-        layers = self.stack.layers + other.stack.layers
-        return FusedRegion(layers, self.keys + other.keys, self.values + other.values, like)
+    def __init__(
+        self,
+        layers: list[FusedLayer],
+        keys: list[Tensor],
+        values: list[Tensor],
+        state_shape: torch.Size,
+        taps: Sequence[int] = (),
+    ) -> None:
+        self.layers, self.keys, self.values, self._stack = layers, keys, values, FusedStack(layers)
+        self.taps = list(taps) if len(taps) > 1 else []
+        shape = (*state_shape[:-1], len(taps), state_shape[-1]) if self.taps else state_shape
+        super().__init__(self._run, torch.empty(shape, dtype=layers[0].dtype, device="meta"))
+
+    def _run(self, state: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, end: Tensor) -> Tensor:
+        tapped = state.new_empty(self.shape) if self.taps else None
+        output = self._stack(self.keys, self.values, state, cos, sin, mask, end, tapped=tapped, taps=self.taps)
+        return output if tapped is None else tapped
 
 
 # The op does not declare that it writes K/V, since declared mutations cost Inductor seconds per step. Layers cannot be
@@ -144,7 +154,7 @@ class StepCompiler:
             return gate.with_state(None, torch.ops.tide_hf.layer(taken, region.number))
         if inputs is not None:
             layer = kwargs[CACHE].layers[gate.layer_idx]
-            region = FusedRegion([self._fused[gate.layer_idx]], [layer.keys], [layer.values], inputs[0])
+            region = FusedRegion([self._fused[gate.layer_idx]], [layer.keys], [layer.values], inputs[0].shape)
             state = region.function(*inputs)
             if self._regions is not None:
                 self._regions.append(region)
@@ -248,22 +258,41 @@ class StepCompiler:
 
 
 def _join_layers(graph: fx.GraphModule, regions: list[Region | None]) -> None:
-    """Run layers whose states nothing else reads in one call; the regions of these calls are added to `regions`."""
-    for node in [node for node in graph.graph.nodes if node.target is LAYER]:
-        inputs: Any = node.args[0]
-        before, region = inputs[0], _regions[node.args[1]]
-        if before.target is not LAYER or len(before.users) > 1 or before.args[0][1:] != inputs[1:]:
-            continue
-        first = _regions[before.args[1]]
-        if not isinstance(first, FusedRegion) or not isinstance(region, FusedRegion):
-            continue
-        if not first.stack.layers[-1].is_like(region.stack.layers[0]):
-            continue
-        joined = first.with_next(region, torch.empty(region.shape, dtype=region.dtype, device="meta"))
+    """Let one call run layers that each read the one before; the regions of these calls are added to `regions`."""
+    for run in _runs_of_layers(graph):
+        parts: list[Any] = [_regions[cast(int, node.args[1])] for node in run]
+        taps = [place for place, node in enumerate(run, start=1) if place == len(run) or len(node.users) > 1]
+        layers, keys, values = ([getattr(part, name)[0] for part in parts] for name in ("layers", "keys", "values"))
+        joined = FusedRegion(layers, keys, values, parts[0].shape, taps)
         regions.append(joined)
-        node.args = (before.args[0], joined.number)
-        graph.graph.erase_node(before)
+        with graph.graph.inserting_before(run[0]):
+            call = graph.graph.call_function(LAYER, (run[0].args[0], joined.number))
+            places, select = range(len(taps)), torch.ops.aten.select.int
+            states = (
+                [graph.graph.call_function(select, (call, 2, place)) for place in places] if joined.taps else [call]
+            )
+        for depth, state in zip(taps, states, strict=True):
+            run[depth - 1].replace_all_uses_with(state)
+        for node in reversed(run):
+            graph.graph.erase_node(node)
     graph.recompile()
+
+
+def _runs_of_layers(graph: fx.GraphModule) -> list[list[fx.Node]]:
+    """Layers that kernels run, in runs of several that read each other's states, and the same angles and mask."""
+    runs: list[list[fx.Node]] = []
+    before: Any = None
+    for node in graph.graph.nodes:
+        inputs, number = node.args if node.target is LAYER else ((), -1)
+        region = _regions.get(number)
+        if not isinstance(region, FusedRegion):
+            continue
+        if before is not None and inputs == [before[0], *before[1]] and before[2].layers[0].is_like(region.layers[0]):
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+        before = node, inputs[1:], region
+    return [run for run in runs if len(run) > 1]
 
 
 def _inputs_of_step(arguments: LayerArguments, gate: LayerGate) -> list[Tensor]:

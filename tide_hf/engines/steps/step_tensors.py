@@ -60,7 +60,8 @@ class BufferKind:
     Attributes:
         position_shape: Dimensions of the model's positions before (rows, width): one for mRoPE, `()` for plain
             positions; `None` if the model takes no positions.
-        has_head: Whether the draft head drafts; its K/V are then the last layer of the cache.
+        has_head: Whether steps run the draft head; its K/V are then the last layer of the cache.
+        tap_layers: Where a head drafts apart from steps, the numbers of layers after which it reads states.
         has_scores: Whether the exit score of each draft token is computed.
         exit_layers: Those at which tokens may exit in `early_exit`; none in other modes.
         is_causal: Whether attention is ours, and masks hide no more than unfilled slots and later tokens: of one row,
@@ -71,6 +72,7 @@ class BufferKind:
 
     position_shape: tuple[int, ...] | None = None
     has_head: bool = False
+    tap_layers: tuple[int, ...] = ()
     has_scores: bool = False
     exit_layers: tuple[int, ...] = ()
     is_causal: bool = False
