@@ -10,7 +10,7 @@ from torch import nn
 
 from tide_hf import TIDEModelForCausalLM
 from tide_hf.engines.steps.capture import Replay
-from tide_hf.engines.steps.step_store import CapturedSteps, _hooks_of, _settings_of, free_memory
+from tide_hf.engines.steps.step_store import CapturedSteps, _facts_of, free_memory
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 IDS = torch.arange(3, 11)[None]
@@ -166,15 +166,15 @@ def test_an_upload_leaves_alone_what_an_earlier_one_has_yet_to_copy(tiny_llama):
 def test_changed_settings_of_a_module_are_noticed(before, after, is_setting):
     module = nn.Linear(2, 2)
     module.setting = before
-    first = _settings_of(module)
+    first = _facts_of(module)
     module.setting = after
-    assert (_settings_of(module) != first) == is_setting
+    assert (_facts_of(module) != first) == is_setting
 
 
 def test_added_and_removed_hooks_are_noticed():
     module = nn.Linear(2, 2)
-    first = _hooks_of(module)
+    first = _facts_of(module)
     handle = module.register_forward_pre_hook(lambda *_: None)
-    assert _hooks_of(module) != first
+    assert _facts_of(module) != first
     handle.remove()
-    assert _hooks_of(module) == first
+    assert _facts_of(module) == first

@@ -32,6 +32,7 @@ MEMORY_SHARE = 0.5  # maximum share of the free memory that a call's buffers may
 MAX_GRAPHS = 64
 MAX_BUFFERS = 8  # each for one number of rows and slots
 SETTING_TYPES = (bool, float, str)  # of modules; an int may count calls, and an object may be set lazily
+NO_SETTINGS = {dict, OrderedDict, set, int, type(None)}  # what most attributes are
 
 logger = logging.getLogger(__name__)
 
@@ -370,28 +371,33 @@ def free_memory(device: torch.device) -> int:
 
 
 def fingerprint_of(parts: ModelParts) -> tuple:
-    """What graphs depend on and may change between calls: modules, weight addresses, attention, hooks, settings."""
+    """What graphs depend on and may change between calls: modules, weight addresses, attention, hooks, settings.
+
+    Every call asks for it, so it takes one walk, and looks at most attributes no closer than their type.
+    """
     facts: list[Any] = [attention_of(parts.model.config.get_text_config())]
+    facts += [id(hook) for hooks in (_global_forward_hooks, _global_forward_pre_hooks) for hook in hooks.values()]
     for root in (parts.model, *([parts.routers] if parts.routers is not None else [])):
-        for module in root.modules():  # one walk for modules and tensors, since each walk costs time in every call
-            facts.append((id(module), id(module.__dict__.get("forward")), _hooks_of(module), _settings_of(module)))
-            tensors = (*module._parameters.values(), *module._buffers.values())
-            facts += [(id(tensor), *addresses_of(tensor), tensor.dtype) for tensor in tensors if tensor is not None]
+        for module in root.modules():
+            facts += _facts_of(module)
     return tuple(facts)
 
 
-def _hooks_of(module: nn.Module) -> tuple[int, ...]:
-    """Ids of the hooks that a call of the module runs, including the process's global hooks."""
-    own, common = (module._forward_hooks, module._forward_pre_hooks), (_global_forward_hooks, _global_forward_pre_hooks)
-    return tuple(id(hook) for hooks in (*own, *common) for hook in hooks.values())
+def _facts_of(module: nn.Module) -> list[Any]:
+    own = module.__dict__
+    # The keys of hooks are never used again.
+    facts = [id(module), id(own.get("forward")), *own["_forward_hooks"], *own["_forward_pre_hooks"]]
+    for name, value in own.items():
+        if type(value) not in NO_SETTINGS and (setting := _setting(value)) is not None:
+            facts += name, setting
+    for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
+        if tensor is not None:
+            facts += id(tensor), *addresses_of(tensor), tensor.dtype
+    return facts
 
 
-def _settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The plain attributes of a module, such as a scale, or PEFT's list of active adapters."""
-    found: list[tuple[str, Any]] = []
-    for name, value in module.__dict__.items():
-        if isinstance(value, SETTING_TYPES):
-            found.append((name, value))
-        elif isinstance(value, list) and all(isinstance(part, SETTING_TYPES) for part in value):
-            found.append((name, tuple(value)))
-    return tuple(found)
+def _setting(value: Any) -> Any:
+    """A plain attribute of a module, such as a scale, or PEFT's list of active adapters, which may be changed."""
+    if isinstance(value, list):
+        return tuple(value) if all(isinstance(part, SETTING_TYPES) for part in value) else None
+    return value if isinstance(value, SETTING_TYPES) else None
