@@ -100,6 +100,11 @@ def test_prompts_are_read_from_files(tmp_path):
         assert read_prompts(file) == ["one", "two\nlines"]
 
 
+def test_answers_are_computed_in_the_dtype_asked_for(generate):
+    record = json.loads(generate("hello", "--dtype", "bfloat16", "--compute-dtype", "float32", "--json").out)
+    assert (record["stats"]["dtype"], record["stats"]["compute_dtype"]) == ("bfloat16", "float32")
+
+
 def test_the_engine_is_warmed_up_by_the_call_and_answers_the_same(generate, tiny_model_folder, monkeypatch):
     """Layers run as they were traced, which takes no compiler."""
     monkeypatch.setattr(TIDEModelForCausalLM, "attach", attach_without_compiler)

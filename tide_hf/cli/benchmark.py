@@ -41,7 +41,10 @@ from .prompts import PROMPTS, check_room, given_prompts, read_prompts
 CLONE = Path(__file__).parent.parent.parent  # root of the repository, if the package was installed from a clone
 SUITE_OPTIONS = ("config", "output_dir")
 PASSED_ON = ("model", "routers", "dtype", "device", "threads", *SUITE_OPTIONS)
-PROMPT_OPTIONS = ("mode", "exit_threshold", "engine", "max_new_tokens", "prompt", "prompts", "raw", "repeats", "json")
+PROMPT_OPTIONS = (
+    *("mode", "exit_threshold", "engine", "compute_dtype", "max_new_tokens"),
+    *("prompt", "prompts", "raw", "repeats", "json"),
+)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -78,7 +81,7 @@ def encode_prompts(loaded: Loaded, prompts: Sequence[str], args: argparse.Namesp
 def methods_of(loaded: Loaded, args: argparse.Namespace) -> list[DecodingMethod]:
     """The methods to measure: plain `generate`, the engine alone, then the modes that --mode selects."""
     modes = modes_to_run(args.mode, loaded.routers)
-    options = {"exit_threshold": args.exit_threshold, "engine": args.engine}
+    options = {"exit_threshold": args.exit_threshold, "engine": args.engine, "compute_dtype": args.compute_dtype}
     plain, *ours = tide_methods(loaded.model, loaded.routers, modes, **options)
     return [plain, *(without_drafts(one) for one in ours if one.name == "self_speculative"), *ours]
 

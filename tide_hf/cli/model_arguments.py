@@ -99,7 +99,8 @@ def attached_method(loaded: Loaded, args: argparse.Namespace) -> DecodingMethod:
     """Attach TIDE to the loaded model, with the decoding arguments of the command."""
     (mode,) = modes_to_run(args.mode, loaded.routers)
     threshold = usable_threshold(loaded.routers, args.exit_threshold)
-    attached = TIDEModelForCausalLM.attach(loaded.model, loaded.routers, mode=mode, engine=args.engine)
+    options = {"mode": mode, "engine": args.engine, "compute_dtype": args.compute_dtype}
+    attached = TIDEModelForCausalLM.attach(loaded.model, loaded.routers, **options)
     return tide_method(attached, mode, threshold)
 
 

@@ -11,7 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ..common.choices import DEFAULT_MODEL, DTYPES, ENGINES, LABELS, MODES, STRATEGIES
+from ..common.choices import AUTO, DEFAULT_MODEL, DTYPES, ENGINES, LABELS, MODES, STRATEGIES
 from ..common.errors import ConfigurationError
 from ..common.version import __version__
 from .prompts import given_prompts, read_prompt
@@ -167,7 +167,7 @@ def _add_decoding_arguments(
     modes: tuple[str, ...] = MODES,
     default_threshold: str = "the calibrated one, or 0.9 if that never exits",
 ) -> None:
-    """Add --mode, --exit-threshold, --engine and --max-new-tokens."""
+    """Add --mode, --exit-threshold, --engine, --compute-dtype and --max-new-tokens."""
     parser.add_argument("--mode", default=MODES[0], choices=modes, help="how to decode (default: %(default)s)")
     parser.add_argument(
         "--exit-threshold", type=threshold, help=f"for early_exit and post_hoc (default: {default_threshold})"
@@ -178,6 +178,13 @@ def _add_decoding_arguments(
         default=ENGINES[0],
         help="what runs the layers; warming up 'compiled' takes about a minute on 2 cores, minutes for larger "
         "batches: chat and serve do so before the first answer, other commands during it (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compute-dtype",
+        choices=(AUTO, *DTYPES),
+        default=AUTO,
+        help="dtype of activations, K/V and sums: float32 gives float32's own answer from weights of any dtype; auto "
+        "takes it on CPUs where it is measured as fast (default: %(default)s)",
     )
     _add_limit(parser, max_new_tokens)
 

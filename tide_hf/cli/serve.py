@@ -151,6 +151,7 @@ def attach_warmed_up(model: Any, args: argparse.Namespace, named: TIDERouters | 
         mode=args.mode,
         exit_threshold=args.exit_threshold,
         engine=args.engine,
+        compute_dtype=args.compute_dtype,
         remembered_tokens=args.remembered_tokens,
     )
     if attached._tide.runs_on_steps:
